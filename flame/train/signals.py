@@ -1,0 +1,28 @@
+"""A signal asks a run to stop; the loop answers at the next step, after a complete save.
+
+SIGTERM and SIGUSR1 set a flag and do nothing else: a second one changes nothing. SIGINT (Ctrl-C) keeps Python's own
+meaning and stops at once, without a save.
+"""
+
+from __future__ import annotations
+
+import signal
+from types import FrameType
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+EXIT_PREEMPTED = 75
+
+
+class StopRequest:
+    """The flag that a stop signal sets; `received` is the signal, or None."""
+
+    def __init__(self) -> None:
+        self.received: signal.Signals | None = None
+
+    def install(self) -> None:
+        """Catch the stop signals from now on (main thread only)."""
+        for number in STOP_SIGNALS:
+            signal.signal(number, self._remember)
+
+    def _remember(self, number: int, _frame: FrameType | None) -> None:
+        self.received = self.received or signal.Signals(number)
