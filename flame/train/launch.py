@@ -141,9 +141,11 @@ def _start_rank(plan: LaunchPlan, local_rank: int, port: int, argv: Sequence[str
         if os.getppid() != launcher:
             os._exit(1)
 
+    # Ranks that each took all cores for torch's CPU threads would only wait for one another.
+    threads = str(max(1, (os.cpu_count() or 1) // plan.num_local_ranks))
     return subprocess.Popen(
         [sys.executable, "-m", "flame.train", *argv],
-        env={**os.environ, **plan.environment(local_rank, port)},
+        env={"OMP_NUM_THREADS": threads, **os.environ, **plan.environment(local_rank, port)},
         start_new_session=True,
         preexec_fn=die_with_launcher,
     )
