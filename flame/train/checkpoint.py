@@ -1,0 +1,256 @@
+"""Saving and loading a run (model, optimizer, train state) by torch's distributed checkpoint, on any number of ranks.
+
+Keys: `model.<name in the model's own state dict>`, `optimizer.state.<that name>.<moment>`, and `train_state`, a JSON
+object as bytes. Tied weights are kept once. Hyperparameters are not kept: the configuration sets them after loading.
+Both functions are collective: all ranks call them, and all raise when one fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.optim import Optimizer
+
+from flame.errors import CheckpointError
+from flame.files import (
+    fsync_folder,
+    named_disk_errors,
+    publish,
+    remove_tree,
+    temporary_path,
+    write_bytes,
+    write_json,
+)
+from flame.train.checkpoint_files import (
+    COMPLETE,
+    Choice,
+    Complete,
+    FileRecord,
+    choose_checkpoint,
+    find_damage,
+    make_room,
+    record_of_file,
+    step_folder,
+)
+from flame.train.checkpoint_tensors import (
+    MODEL_PREFIX,
+    TRAIN_STATE,
+    check_names_and_shapes,
+    named_tensors,
+    optimizer_targets,
+    optimizer_tensors,
+    read_metadata,
+    set_optimizer_state,
+)
+from flame.train.checkpoint_writer import HashingWriter
+from flame.train.distributed import World, broadcast_from_main, raise_together
+from flame.train.identity import DataIdentity
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSegment:
+    """A stretch of a run over one mixture; its sample 0 is the first sample of step `first_step`."""
+
+    number: int
+    mixture_fingerprint: str
+    data_seed: int
+    first_step: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainState:
+    """Where a run stands: `step` updates were tried, `skipped_steps` of them left the weights alone.
+
+    `consumed_samples` counts from the start of the last data segment and is the whole data state. `elapsed_seconds`
+    is training time over all process starts.
+    """
+
+    step: int = 0
+    consumed_samples: int = 0
+    consumed_tokens: int = 0
+    skipped_steps: int = 0
+    elapsed_seconds: float = 0.0
+    data_segments: tuple[DataSegment, ...] = ()
+
+    def to_json(self) -> bytes:
+        return json.dumps(asdict(self)).encode("utf-8")
+
+    @classmethod
+    def from_json(cls, data: bytes) -> TrainState:
+        value = json.loads(data)
+        segments = tuple(DataSegment(**segment) for segment in value.pop("data_segments"))
+        return cls(**value, data_segments=segments)
+
+
+def agree_on_checkpoint(folder: Path, world: World, *, load_step: int | None, fast_open: bool) -> Choice | None:
+    """Let rank 0 choose what to load (`choose_checkpoint`) and tell all ranks; all raise where it raises."""
+    choice: Choice | None = None
+    with _together(world, "choosing a checkpoint", folder):
+        if world.is_main:
+            choice = choose_checkpoint(folder, load_step=load_step, fast_open=fast_open)
+    result: Choice | None = broadcast_from_main(choice, world)
+    return result
+
+
+def save_checkpoint(
+    folder: Path,
+    *,
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    state: TrainState,
+    identity: DataIdentity | None,
+    config_toml: str,
+    hf_files: Mapping[str, bytes],
+    world: World,
+) -> Path:
+    """Write the checkpoint of `state.step` and return its folder; a whole one that is there already is kept.
+
+    `model` is the inner model, whose names the keys are; without `optimizer` weights alone are kept. `hf_files` are the
+    small files of `hf/`. Raises `CheckpointError` (`TrainingError` on ranks that did not fail themselves): then nothing
+    was published, and earlier checkpoints are untouched. Cost: every byte is written and hashed once, and fsynced.
+    """
+    final = step_folder(folder, state.step)
+    if broadcast_from_main(world.is_main and find_damage(final, check_bytes=False) is None, world):
+        return final
+    temporary = temporary_path(final)
+    small = {"config.toml": config_toml.encode("utf-8"), **{f"hf/{name}": data for name, data in hf_files.items()}}
+    try:
+        with _together(world, "saving a checkpoint", final):
+            if world.is_main:
+                make_room(folder, state.step)
+                for name, data in small.items():
+                    write_bytes(temporary / name, data)
+        records = _write_tensors(temporary, model, optimizer, state, world)
+        with _together(world, "saving a checkpoint", final):
+            if world.is_main:
+                complete = Complete(
+                    step=state.step,
+                    consumed_samples=state.consumed_samples,
+                    has_optimizer=optimizer is not None,
+                    identity=identity,
+                    files={**records, **{name: record_of_file(temporary / name) for name in small}},
+                )
+                _publish(temporary, final, complete)
+    except BaseException:
+        if world.is_main:
+            with contextlib.suppress(OSError):  # half a checkpoint is of no use, and the disk may be full
+                remove_tree(temporary)
+        raise
+    return final
+
+
+def _write_tensors(
+    temporary: Path, model: nn.Module, optimizer: Optimizer | None, state: TrainState, world: World
+) -> dict[str, FileRecord]:
+    """Write every rank's part; returns the records of all ranks' files."""
+    named = named_tensors(model)
+    tensors: dict[str, Any] = {MODEL_PREFIX + name: tensor for name, tensor in named.items()}
+    if optimizer is not None:
+        tensors |= optimizer_tensors(optimizer, named)
+    tensors[TRAIN_STATE] = torch.frombuffer(bytearray(state.to_json()), dtype=torch.uint8)
+    writer = HashingWriter(temporary)
+    with _together(world, "writing a checkpoint", temporary):
+        try:
+            save(tensors, storage_writer=writer, process_group=world.patient_group)
+        except CheckpointException as failure:
+            _raise_own(failure, world, temporary, writer.disk_error)
+    gathered: list[Any] = [None] * world.size
+    dist.all_gather_object(gathered, writer.records, group=world.patient_group)
+    return {name: record for records in gathered for name, record in records.items()}
+
+
+def _publish(temporary: Path, final: Path, complete: Complete) -> None:
+    """Seal a checkpoint whose files are all written: complete.json, then the folder's name."""
+    for name, record in complete.files.items():
+        path = temporary / name
+        if not path.is_file() or path.stat().st_size != record.size:
+            raise CheckpointError(
+                f"{name} is not as its rank wrote it",
+                where=temporary,
+                got=f"{path.stat().st_size} bytes" if path.is_file() else "no such file",
+                expected=f"{record.size} bytes",
+                fix="All ranks must write into one shared file system: choose another job.dump_folder",
+            )
+    write_json(temporary / COMPLETE, complete.to_json())
+    for folder in (temporary / "hf", temporary):
+        if folder.is_dir():
+            fsync_folder(folder)
+    publish(temporary, final)
+
+
+def load_checkpoint(choice: Choice, *, model: nn.Module, optimizer: Optimizer | None, world: World) -> TrainState:
+    """Fill `model` and `optimizer` from a checkpoint, to the last bit, and return where the run stood.
+
+    Works for any number of ranks and any sharding. Without `optimizer` only weights are read. Raises `CheckpointError`
+    where the checkpoint's names or shapes are not the model's, or where moments are asked for that it lacks (step 0, a
+    seed, has none yet).
+    """
+    targets: dict[str, Tensor] = {}
+    with _together(world, "loading a checkpoint", choice.path):
+        named = named_tensors(model)
+        targets = _targets(choice, named, with_optimizer=optimizer is not None)
+    with _together(world, "loading a checkpoint", choice.path):
+        try:
+            reader = FileSystemReader(choice.path)
+            load(dict(targets), storage_reader=reader, process_group=world.patient_group)
+        except CheckpointException as failure:
+            _raise_own(failure, world, choice.path)
+    if optimizer is not None:
+        set_optimizer_state(optimizer, named, targets)
+    return TrainState.from_json(targets[TRAIN_STATE].numpy().tobytes())
+
+
+def _targets(choice: Choice, named: Mapping[str, Tensor], *, with_optimizer: bool) -> dict[str, Tensor]:
+    """Return the tensors to fill, by key; the model's are its own parameters."""
+    if with_optimizer and not choice.complete.has_optimizer and choice.step > 0:
+        raise CheckpointError(
+            "the checkpoint holds weights only, so that a run cannot be resumed from it",
+            where=choice.path,
+            fix="Resume from an earlier step (checkpoint.load_step), or start a new run from these weights",
+        )
+    metadata = read_metadata(choice.path)
+    check_names_and_shapes(named, metadata, choice.path)
+    targets = {MODEL_PREFIX + name: tensor.detach() for name, tensor in named.items()}
+    if with_optimizer:
+        targets |= optimizer_targets(named, metadata, choice.path)
+    stored_state: Any = metadata.state_dict_metadata[TRAIN_STATE]
+    targets[TRAIN_STATE] = torch.empty(stored_state.size, dtype=torch.uint8)
+    return targets
+
+
+@contextlib.contextmanager
+def _together(world: World, what: str, where: Path) -> Iterator[None]:
+    """Run the block on every rank, then raise on all of them if it raised on any: none waits for one that has gone."""
+    error: Exception | None = None
+    try:
+        with named_disk_errors(where):
+            yield
+    except OSError as caught:
+        error = CheckpointError(f"{what} failed: {caught}", where=where)
+    except Exception as caught:
+        error = caught
+    raise_together(error, world, what)
+
+
+def _raise_own(failure: CheckpointException, world: World, where: Path, disk_error: OSError | None = None) -> None:
+    """Raise this rank's part of a failure that every rank was told of; nothing where it had no part in it."""
+    if disk_error is not None:
+        raise disk_error
+    if failure.failures and world.rank not in failure.failures:
+        return
+    reason: BaseException = failure.failures[world.rank][0] if failure.failures else failure
+    if not isinstance(reason, Exception | CheckpointException):
+        raise reason
+    raise CheckpointError(f"{type(reason).__name__}: {reason}", where=where) from reason

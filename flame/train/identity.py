@@ -1,0 +1,142 @@
+"""What a run is bound to: its data and its model. A resume that changes either is refused by name.
+
+Everything else (ranks, batch, learning rate, length of the run …) may change between two starts of one run.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flame.errors import CheckpointError
+
+# Keys of a model's config.json that say how it is run, written or spoken to, not what it computes.
+_NOT_ARCHITECTURE = frozenset(
+    {
+        *("transformers_version", "dtype", "torch_dtype", "architectures", "auto_map", "use_cache", "return_dict"),
+        *("output_attentions", "output_hidden_states", "attn_implementation", "attn_mode", "chunk_size_feed_forward"),
+        *("bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "id2label", "label2id"),
+    }
+)
+_NOT_ARCHITECTURE_PREFIXES = ("_", "fuse_", "use_l2warp")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataIdentity:
+    """What decides which tokens sample k is: a run's own, kept in every checkpoint's complete.json.
+
+    `corpora` maps a source's name to its corpus fingerprint. Names may change, fingerprints may not.
+    """
+
+    mixture_fingerprint: str
+    corpora: Mapping[str, str]
+    tokenizer_fingerprint: str
+    data_seed: int
+    window_len: int
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as complete.json keeps them."""
+        return {
+            "fingerprints": {
+                "mixture": self.mixture_fingerprint,
+                "corpora": dict(self.corpora),
+                "tokenizer": self.tokenizer_fingerprint,
+            },
+            "window_len": self.window_len,
+            "data_seed": self.data_seed,
+        }
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> DataIdentity | None:
+        """Read the fields of complete.json; None where it names no data (a seed checkpoint)."""
+        fingerprints = value["fingerprints"]
+        if fingerprints is None:
+            return None
+        return cls(
+            mixture_fingerprint=fingerprints["mixture"],
+            corpora=dict(fingerprints["corpora"]),
+            tokenizer_fingerprint=fingerprints["tokenizer"],
+            data_seed=value["data_seed"],
+            window_len=value["window_len"],
+        )
+
+
+def compare_data_identity(
+    saved: DataIdentity | None, current: DataIdentity, *, extends: bool = False, where: Path | None = None
+) -> None:
+    """Raise `CheckpointError`, naming what changed, unless sample k is the same token for token.
+
+    `extends`: the current mixture's parent chain contains the saved one and differs only in stages that have not
+    begun (decided by `flame.sampling.mixture`). `where` is the checkpoint, for the message. A checkpoint that names no
+    data (a seed) fits any.
+    """
+    if saved is None:
+        return
+    _compare("window_len", saved.window_len, current.window_len, where)
+    _compare("the mixture's data_seed", saved.data_seed, current.data_seed, where)
+    _compare("the tokenizer", saved.tokenizer_fingerprint, current.tokenizer_fingerprint, where)
+    if saved.mixture_fingerprint == current.mixture_fingerprint or extends:
+        return
+    for name, fingerprint in saved.corpora.items():
+        if fingerprint not in current.corpora.values():
+            _compare(f"the corpus of source {name!r}", fingerprint, current.corpora.get(name, "no such source"), where)
+    for name, fingerprint in current.corpora.items():
+        if fingerprint not in saved.corpora.values():
+            _compare(f"the corpus of source {name!r}", "no such source", fingerprint, where)
+    _compare(
+        "the mixture (its weights, splits, stages or the order of its sources)",
+        saved.mixture_fingerprint,
+        current.mixture_fingerprint,
+        where,
+    )
+
+
+def _compare(what: str, saved: object, current: object, where: Path | None) -> None:
+    if saved == current:
+        return
+    raise CheckpointError(
+        f"the run cannot be resumed: {what} is not the run's",
+        where=where,
+        got=current,
+        expected=saved,
+        fix="Give the run its own data back; to go on with other data on purpose, add --checkpoint.allow_data_change, "
+        "which begins a new data segment",
+    )
+
+
+def read_model_config(checkpoint: Path) -> dict[str, Any] | None:
+    """Return the config.json that a checkpoint keeps for export, or None where it keeps none."""
+    path = checkpoint / "hf" / "config.json"
+    if not path.is_file():
+        return None
+    value: dict[str, Any] = json.loads(path.read_text("utf-8"))
+    return value
+
+
+def compare_model_config(
+    saved: Mapping[str, Any] | None, current: Mapping[str, Any], *, where: Path | None = None
+) -> None:
+    """Raise `CheckpointError`, naming each key, if the model is not the one that was saved.
+
+    Compares what both sides state: a key that only one side has comes with another version of transformers.
+    """
+    if saved is None:
+        return
+    changed = sorted(
+        name for name in saved.keys() & current.keys() if _is_architecture(name) and saved[name] != current[name]
+    )
+    if changed:
+        raise CheckpointError(
+            "the run cannot be resumed: model.config is not the run's model",
+            where=where,
+            got=", ".join(f"{name} {current[name]!r}" for name in changed),
+            expected=", ".join(f"{name} {saved[name]!r}" for name in changed),
+            fix="Resume with the run's own model.config, or start a new run in another job.dump_folder",
+        )
+
+
+def _is_architecture(name: str) -> bool:
+    return name not in _NOT_ARCHITECTURE and not name.startswith(_NOT_ARCHITECTURE_PREFIXES)
