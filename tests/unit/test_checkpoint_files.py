@@ -126,9 +126,7 @@ def test_a_damaged_latest_is_named_and_the_one_before_taken(
     assert "step-100 is damaged" in warnings_logged.text
 
 
-def test_changed_bytes_are_found_by_checksum_only(
-    tmp_path: Path, warnings_logged: pytest.LogCaptureFixture
-) -> None:
+def test_changed_bytes_are_found_by_checksum_only(tmp_path: Path, warnings_logged: pytest.LogCaptureFixture) -> None:
     make_checkpoint(tmp_path, 50)
     flip_a_bit(make_checkpoint(tmp_path, 100) / "__0_0.distcp")
     careful, trusting = choose_checkpoint(tmp_path), choose_checkpoint(tmp_path, fast_open=True)
