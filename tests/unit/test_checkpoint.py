@@ -219,7 +219,7 @@ def test_damage_that_sizes_hide_is_an_error_and_not_weights(tmp_path: Path, worl
     for name in (".metadata", "__0_0.distcp"):
         data = (path / name).read_bytes()
         (path / name).write_bytes(bytes(len(data)))
-        with pytest.raises(CheckpointError, match="cannot be read|Error"):
+        with pytest.raises(CheckpointError, match=r"cannot be read|Error"):
             load_checkpoint(open_checkpoint(path, fast_open=True), model=OddShapes(), optimizer=None, world=world)
         (path / name).write_bytes(data)
 

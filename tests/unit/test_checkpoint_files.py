@@ -155,7 +155,7 @@ def test_a_named_step_is_taken_or_refused(tmp_path: Path) -> None:
     assert choice is not None and choice.step == 50
     with pytest.raises(CheckpointError, match=r"no checkpoint of step 70 .*got step-50, step-100"):
         choose_checkpoint(tmp_path, load_step=70)
-    with pytest.raises(CheckpointError, match="__0_0.distcp is absent"):
+    with pytest.raises(CheckpointError, match=r"__0_0\.distcp is absent"):
         choose_checkpoint(tmp_path, load_step=100)
     with pytest.raises(CheckpointError, match="got no checkpoints"):
         choose_checkpoint(tmp_path / "absent", load_step=0)
