@@ -1,0 +1,65 @@
+"""`flame-export`: checkpoints to Hugging Face folders, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from flame.config import Command, option, run_program
+from flame.errors import UsageError
+
+
+@dataclass(frozen=True, kw_only=True)
+class HfOptions:
+    """flame-export hf."""
+
+    checkpoint: Path = option(help="the checkpoint to export: <run>/checkpoint/step-N")
+    output: Path = option(help="the Hugging Face folder to write; must not be there yet")
+    dtype: str = option(
+        "float32", choices=("float32", "bfloat16", "float16"), help="number format of the exported weights"
+    )
+    max_shard_size: str = option("5GB", unit="bytes", help="largest weight file, such as 5GB or 500MB")
+    fast_open: bool = option(False, help="trust the checkpoint's file sizes instead of checking every byte")
+    check: bool = option(False, help="reload the result with transformers and compare every tensor, bit by bit")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DcpOptions:
+    """flame-export dcp."""
+
+    model: Path = option(help="a Hugging Face folder")
+    output: Path = option(help="the step-0 checkpoint to write: <run>/checkpoint/step-0")
+
+
+def export_hf(options: HfOptions) -> int:
+    """Write the folder and print its path."""
+    from flame.export.hf import export_checkpoint  # torch loads in seconds: not for -h
+
+    if not options.checkpoint.exists():
+        raise UsageError("there is no such checkpoint", where=options.checkpoint)
+    print(
+        export_checkpoint(
+            options.checkpoint,
+            options.output,
+            dtype=options.dtype,
+            max_shard_size=options.max_shard_size,
+            fast_open=options.fast_open,
+            check=options.check,
+        )
+    )
+    return 0
+
+
+def export_dcp(options: DcpOptions) -> int:
+    """Refuse by name: there is no engine for it yet."""
+    raise UsageError("flame-export dcp is not available yet", got=options.model)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `flame-export`."""
+    commands = (
+        Command(name="hf", options=HfOptions, help="checkpoint → Hugging Face folder", run=export_hf),
+        Command(name="dcp", options=DcpOptions, help="Hugging Face folder → step-0 checkpoint", run=export_dcp),
+    )
+    return run_program("flame-export", "Turn checkpoints into Hugging Face folders, and back.", commands, argv)

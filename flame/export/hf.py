@@ -1,0 +1,124 @@
+"""A checkpoint → a Hugging Face folder: sharded safetensors, configurations, tokenizer. No process group, no model.
+
+Tensors are read one at a time; no more than one output file's worth is in memory. The optimizer is not read.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import torch
+from huggingface_hub import split_state_dict_into_shards_factory
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from flame.errors import CheckpointError, UsageError
+from flame.export.check import check_export
+from flame.export.dtypes import DTYPES, exported, exported_dtype
+from flame.files import (
+    free_bytes,
+    fsync_file,
+    fsync_folder,
+    publish,
+    remove_tree,
+    temporary_path,
+    write_bytes,
+    write_json,
+)
+from flame.train.checkpoint_files import open_checkpoint
+from flame.train.checkpoint_tensors import StoredModel
+
+DEFAULT_SHARD_SIZE = "5GB"
+
+
+def export_checkpoint(
+    checkpoint: Path,
+    output: Path,
+    *,
+    dtype: str = "float32",
+    max_shard_size: str = DEFAULT_SHARD_SIZE,
+    fast_open: bool = False,
+    check: bool = False,
+    replace: bool = False,
+) -> Path:
+    """Write `output`, a folder that `AutoModelForCausalLM.from_pretrained` loads offline, and return it.
+
+    `fast_open` trusts the checkpoint's file sizes; `check` reloads the result and compares every tensor before it
+    appears under its name; `replace` puts it in the place of an earlier one. Raises `UsageError` for an output that is
+    there already, `CheckpointError` for a checkpoint that is damaged or does not fit `dtype`; nothing is left then.
+    """
+    if dtype not in DTYPES:
+        raise UsageError("no such dtype to export", got=dtype, expected=" or ".join(DTYPES))
+    shard_bytes = parse_shard_size(max_shard_size)
+    if not replace and output.exists() and not (output.is_dir() and not any(output.iterdir())):
+        raise UsageError(
+            "the output of the export is there already", where=output, fix="Choose another --output, or delete it"
+        )
+    choice = open_checkpoint(checkpoint, fast_open=fast_open)
+    temporary = temporary_path(output)
+    remove_tree(temporary)
+    try:
+        _copy_small_files(checkpoint, temporary, dtype)
+        _write_weights(StoredModel(choice.path), temporary, DTYPES[dtype], shard_bytes)
+        if check:
+            check_export(temporary, checkpoint)
+        fsync_folder(temporary)
+        _publish(temporary, output)
+    except BaseException:
+        remove_tree(temporary)
+        raise
+    return output
+
+
+def parse_shard_size(text: str) -> int:
+    """Return the bytes of a size such as 5GB, 200MB or 1000000 (units of 1000); `UsageError` otherwise."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([KMGT]?)B?", text.strip().upper())
+    size = round(float(match[1]) * 1000 ** " KMGT".index(match[2] or " ")) if match else 0
+    if size <= 0:
+        raise UsageError("max_shard_size is no size", got=text, expected="a size such as 5GB, 200MB or 500KB")
+    return size
+
+
+def _copy_small_files(checkpoint: Path, target: Path, dtype: str) -> None:
+    source = checkpoint / "hf"
+    if not (source / "config.json").is_file():
+        raise CheckpointError("the checkpoint keeps no config.json to export with", where=source)
+    for path in sorted(source.iterdir()):
+        if path.name != "config.json":
+            write_bytes(target / path.name, path.read_bytes())
+    config = json.loads((source / "config.json").read_bytes())
+    write_json(target / "config.json", {**config, "dtype": dtype})
+
+
+def _write_weights(stored: StoredModel, target: Path, dtype: torch.dtype, shard_bytes: int) -> None:
+    split = split_state_dict_into_shards_factory(
+        {name: (size, exported_dtype(kind, dtype)) for name, (size, kind) in stored.tensors.items()},
+        get_storage_size=lambda tensor: tensor[0].numel() * tensor[1].itemsize,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=shard_bytes,
+    )
+    for file, names in split.filename_to_tensors.items():
+        path = target / file
+        tensors = {name: exported(name, stored.read(name), dtype) for name in names}
+        try:
+            save_file(tensors, path, metadata={"format": "pt"})
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(
+                f"the export cannot be written: {error}", where=path, got=f"{free_bytes(path)} bytes free"
+            ) from error
+        fsync_file(path)
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": dict(sorted(split.tensor_to_filename.items()))}
+        write_json(target / "model.safetensors.index.json", index)
+
+
+def _publish(temporary: Path, output: Path) -> None:
+    """Give the finished folder its name; an earlier one goes only once the new one is whole."""
+    old = output.with_name(output.name + ".old")
+    if output.is_dir() and any(output.iterdir()):
+        remove_tree(old)
+        publish(output, old)
+    publish(temporary, output)
+    remove_tree(old)
