@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from flame.train.checkpoint import TrainState, save_checkpoint
@@ -78,19 +78,13 @@ def update(model: nn.Module, optimizer: torch.optim.Optimizer, *, seed: int) -> 
     """One optimizer step on random gradients that depend on the seed and the parameter only, not on the sharding."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
-        full = torch.randn(parameter.shape, generator=generator)
+        full = torch.randn(parameter.shape, generator=generator).to(parameter.device)
         if isinstance(parameter, DTensor):
-            parameter.grad = _like(full, parameter)
+            parameter.grad = distribute_tensor(full, parameter.device_mesh, parameter.placements)
         else:
             parameter.grad = full
     optimizer.step()
     optimizer.zero_grad()
-
-
-def _like(full: Tensor, parameter: DTensor) -> DTensor:
-    from torch.distributed.tensor import distribute_tensor
-
-    return distribute_tensor(full, parameter.device_mesh, parameter.placements)
 
 
 def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
@@ -100,7 +94,7 @@ def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> di
     if optimizer is not None:
         tensors |= optimizer_tensors(optimizer, named)
     return {
-        name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+        name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu().clone()
         for name, tensor in tensors.items()
     }
 

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 import xxhash
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from flame.errors import CheckpointError, FlameError
 from flame.train.checkpoint import DataSegment, TrainState, agree_on_checkpoint, load_checkpoint
@@ -122,6 +124,32 @@ def test_keys_are_the_models_own(tmp_path: Path, world: World) -> None:
     path = save(tmp_path, model, None, 0, world)
     assert set(StoredModel(path).tensors) == set(tiny_llama().state_dict())
     assert torch.equal(StoredModel(path).read("lm_head.weight"), tiny_llama().lm_head.weight)
+
+
+def test_weights_gathered_for_a_forward_are_saved_all_the_same(tmp_path: Path, world: World) -> None:
+    class Root(nn.Module):
+        """As in the trainer: the inner model inside a module of its own, which is the root of the sharding."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = tiny_llama()
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.model(input_ids=ids).logits.sum()
+
+    root = Root()
+    shard(root, world)
+    optimizer = adamw(root)
+    update(root, optimizer, seed=0)
+    before = whole_state(root.model, optimizer)
+    with torch.no_grad():
+        root(torch.zeros(1, 4, dtype=torch.long))
+    assert not isinstance(root.model.lm_head.weight, DTensor), "a forward without a backward leaves it gathered"
+    path = save(tmp_path, root.model, optimizer, 1, world)
+    other = Root()
+    others = adamw(shard(other, world))
+    load_checkpoint(open_checkpoint(path, fast_open=True), model=other.model, optimizer=others, world=world)
+    assert not differences(before, whole_state(other.model, others))
 
 
 def test_a_whole_checkpoint_is_not_written_again(tmp_path: Path, world: World) -> None:
