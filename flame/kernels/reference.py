@@ -1,0 +1,36 @@
+"""Plain torch definitions of every kernel here: slow, obvious, and what the others are tested against.
+
+Each materialises what the real one avoids (all logits, all scores), so they are for small shapes only.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def linear_cross_entropy(
+    hidden_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, bias_V: Tensor | None = None, *, ignore_index: int = -100
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (sum of losses, number of labels, loss of each token), losses in nats, 0 where the label is ignored."""
+    dtype = torch.promote_types(hidden_TD.dtype, torch.float32)
+    logits_TV = F.linear(hidden_TD, weight_VD, bias_V).to(dtype)
+    losses_T = F.cross_entropy(logits_TV, labels_T.long(), ignore_index=ignore_index, reduction="none")
+    return losses_T.sum(), (labels_T != ignore_index).sum(), losses_T.detach()
+
+
+def varlen_attention(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, cu_seqlens: Tensor, *, scale: float) -> Tensor:
+    """Return causal attention `[T, H, D]` within each sequence: softmax over a block-diagonal lower triangle.
+
+    `q_THD` has H heads, `k_TGD` and `v_TGD` have G, a divisor of H: query head h reads key head h // (H / G).
+    """
+    num_tokens, num_heads, _ = q_THD.shape
+    group = num_heads // k_TGD.shape[1]
+    k_THD, v_THD = (x.repeat_interleave(group, dim=1) for x in (k_TGD, v_TGD))
+    index_T = torch.arange(num_tokens, device=q_THD.device)
+    sequence_T = torch.bucketize(index_T, cu_seqlens[1:].long(), right=True)
+    visible_TT = (sequence_T[:, None] == sequence_T[None, :]) & (index_T[:, None] >= index_T[None, :])
+    scores_HTT = torch.einsum("qhd,khd->hqk", q_THD, k_THD) * scale
+    weights_HTT = scores_HTT.masked_fill(~visible_TT, float("-inf")).softmax(dim=-1)
+    return torch.einsum("hqk,khd->qhd", weights_HTT, v_THD)

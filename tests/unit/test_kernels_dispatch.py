@@ -1,0 +1,61 @@
+"""The choice of an implementation: named, checked, refused with a reason."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from flame.errors import UsageError
+from flame.kernels import dispatch
+from flame.kernels.dispatch import ATTENTION, choose_attention
+
+CPU = torch.device("cpu")
+
+
+def choose(requested: str, *, deterministic: bool = False) -> str:
+    return choose_attention(requested, device=CPU, dtype=torch.float32, head_dim=64, deterministic=deterministic)
+
+
+def test_auto_takes_what_runs_on_a_cpu() -> None:
+    assert choose("auto") == choose("sdpa") == choose("auto", deterministic=True) == "sdpa"
+
+
+def test_one_that_cannot_run_here_is_an_error_with_the_reason() -> None:
+    with pytest.raises(UsageError, match=r"torch_varlen cannot be used here: it needs a CUDA device.*auto, sdpa"):
+        choose("torch_varlen")
+
+
+def test_an_unknown_one_names_those_that_exist() -> None:
+    with pytest.raises(UsageError, match=r"got flash; expected auto, torch_varlen, sdpa"):
+        choose("flash")
+
+
+def test_deterministic_refuses_what_was_not_shown_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    unproven = dataclasses.replace(ATTENTION["sdpa"], deterministic=False)
+    monkeypatch.setattr(dispatch, "ATTENTION", {"unproven": unproven, **ATTENTION})
+    assert choose("auto") == "unproven"
+    assert choose("auto", deterministic=True) == "sdpa"
+    with pytest.raises(UsageError, match=r"unproven cannot be used here: training.deterministic is on"):
+        choose("unproven", deterministic=True)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "reason"),
+    [(torch.float32, 64, "needs bfloat16 or float16"), (torch.bfloat16, 512, "heads of up to 256")],
+)
+def test_torch_varlen_says_what_it_needs(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, head_dim: int, reason: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    refusal = ATTENTION["torch_varlen"].refusal(torch.device("cuda"), dtype, head_dim)
+    assert refusal is not None and reason in refusal
+
+
+def test_torch_varlen_is_first_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    gpu = torch.device("cuda")
+    assert (
+        choose_attention("auto", device=gpu, dtype=torch.bfloat16, head_dim=64, deterministic=False) == "torch_varlen"
+    )
