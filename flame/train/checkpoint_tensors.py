@@ -141,14 +141,15 @@ def read_metadata(checkpoint: Path) -> Metadata:
 class StoredModel:
     """The model's tensors in a checkpoint, read one at a time by one process, with or without a process group.
 
-    `tensors` maps names (the model's own) to shape and dtype, in the model's order.
+    `tensors` maps names (the model's own) to shape and dtype, in an order that does not depend on how many ranks saved.
     """
 
     def __init__(self, checkpoint: Path) -> None:
         self.checkpoint = checkpoint
         self._reader = _IndexedReader(checkpoint)
+        stored = _stored_model(self._reader.metadata)
         self.tensors: dict[str, tuple[torch.Size, torch.dtype]] = {
-            name: (info.size, info.properties.dtype) for name, info in _stored_model(self._reader.metadata).items()
+            name: (stored[name].size, stored[name].properties.dtype) for name in sorted(stored, key=_layer_order)
         }
 
     def read(self, name: str) -> Tensor:
@@ -183,6 +184,11 @@ def _stored_model(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
         for key, info in metadata.state_dict_metadata.items()
         if key.startswith(MODEL_PREFIX) and isinstance(info, TensorStorageMetadata)
     }
+
+
+def _layer_order(name: str) -> list[tuple[int, str]]:
+    """Sort layer 10 after layer 9."""
+    return [(int(part) if part.isdigit() else -1, part) for part in name.split(".")]
 
 
 def _first_few(names: list[str]) -> str:

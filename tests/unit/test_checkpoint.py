@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,18 @@ from flame.train.checkpoint import DataSegment, TrainState, agree_on_checkpoint,
 from flame.train.checkpoint_files import checkpoint_steps, choose_checkpoint, find_damage, open_checkpoint
 from flame.train.checkpoint_tensors import StoredModel
 from flame.train.distributed import World
-from tests.tiny_states import OddShapes, adamw, differences, one_rank, save, shard, tiny_llama, update, whole_state
+from tests.tiny_states import (
+    OddShapes,
+    adamw,
+    differences,
+    file_size_limit,
+    one_rank,
+    save,
+    shard,
+    tiny_llama,
+    update,
+    whole_state,
+)
 
 OPTIMIZERS = {
     "adamw": lambda model: adamw(model),
@@ -152,6 +162,12 @@ def test_weights_gathered_for_a_forward_are_saved_all_the_same(tmp_path: Path, w
     assert not differences(before, whole_state(other.model, others))
 
 
+def test_layers_are_listed_in_order(tmp_path: Path, world: World) -> None:
+    path = save(tmp_path, tiny_llama(num_hidden_layers=11), None, 0, world)
+    layers = [int(name.split(".")[2]) for name in StoredModel(path).tensors if name.startswith("model.layers.")]
+    assert layers == sorted(layers) and layers[-1] == 10
+
+
 def test_a_whole_checkpoint_is_not_written_again(tmp_path: Path, world: World) -> None:
     model = OddShapes()
     path = save(tmp_path, model, None, 4, world)
@@ -183,20 +199,6 @@ def test_a_full_disk_leaves_the_previous_checkpoint(tmp_path: Path, world: World
     choice = choose_checkpoint(tmp_path)
     assert choice is not None and choice.path == previous
     assert save(tmp_path, model, optimizer, 2, world).name == "step-2", "and it works when there is room"
-
-
-class file_size_limit:  # noqa: N801 - reads as a statement
-    """No file may grow past so many bytes: the same errors, from the same places, as a disk without room."""
-
-    def __init__(self, limit_bytes: int) -> None:
-        self.limit_bytes = limit_bytes
-
-    def __enter__(self) -> None:
-        self.before = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (self.limit_bytes, self.before[1]))
-
-    def __exit__(self, *_: Any) -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, self.before)
 
 
 def test_a_kill_before_the_seal_leaves_no_checkpoint(

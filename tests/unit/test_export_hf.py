@@ -20,9 +20,8 @@ from flame.export.hf import export_checkpoint, parse_shard_size
 from flame.train.checkpoint_tensors import named_tensors
 from flame.train.distributed import World
 from flame.train.hf_files import build_hf_files
-from tests.tiny_states import adamw, one_rank, save, shard, tiny_llama, update
+from tests.tiny_states import adamw, file_size_limit, one_rank, save, shard, tiny_llama, update
 from tests.tokenizers import write_tiny_tokenizer
-from tests.unit.test_checkpoint import file_size_limit
 
 
 @pytest.fixture(scope="module")

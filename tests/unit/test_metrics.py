@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import resource
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from flame.train.metrics import (
     console_line,
     memory_use,
 )
-from tests.tiny_states import one_rank, shard, tiny_llama
+from tests.tiny_states import file_size_limit, one_rank, shard, tiny_llama
 
 NAMES_THAT_PEOPLE_PLOT = {
     "loss_metrics/global_avg_loss",
@@ -144,14 +143,9 @@ def test_a_disk_that_refuses_is_told_once_and_leaves_whole_lines(
     path = tmp_path / "metrics.jsonl"
     file = MetricsFile(path)
     file.write({"step": 1})
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20, before[1]))
-    try:
-        with caplog.at_level(logging.WARNING, logger="flame"):
-            for step in (2, 3):
-                file.write({"step": step, "text": "x" * 100})
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    with file_size_limit(20), caplog.at_level(logging.WARNING, logger="flame"):
+        for step in (2, 3):
+            file.write({"step": step, "text": "x" * 100})
     assert caplog.text.count("metrics are not written") == 1
     file.write({"step": 4})
     assert [json.loads(line) for line in path.read_text().splitlines()] == [{"step": 1}, {"step": 4}]
