@@ -1,0 +1,484 @@
+"""Options: frozen dataclasses in, a command line and a TOML file out of them, and errors in one paragraph.
+
+A field made with `option()` carries its help, unit and choices. From such dataclasses two kinds of program are made:
+`run_program` (subcommands, flat options) and `parse_sections` (dotted options, `--training.steps`, over a TOML file).
+In both `-` and `_` are the same, a flag is on by `--flag` and off by `--flag false`, the last value given wins, and an
+unknown name is answered with the nearest one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+import shutil
+import sys
+import textwrap
+import tomllib
+import traceback
+import types
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass
+from decimal import Decimal
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from flame.errors import FlameError, UsageError
+
+_METADATA = "flame.option"
+_SUFFIXES = {"k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptionInfo:
+    """What a field knows of itself as an option."""
+
+    help: str
+    unit: str | None = None
+    choices: tuple[str, ...] | None = None
+    aliases: tuple[str, ...] = ()
+    metavar: str | None = None
+    parse: Callable[[str], Any] | None = None
+    positional: bool = False
+    repeat: bool = False
+
+
+def option(
+    default: Any = MISSING,
+    *,
+    help: str,
+    unit: str | None = None,
+    choices: Sequence[str] | None = None,
+    aliases: Sequence[str] = (),
+    metavar: str | None = None,
+    parse: Callable[[str], Any] | None = None,
+    positional: bool = False,
+    repeat: bool = False,
+) -> Any:
+    """Return a dataclass field that is an option.
+
+    `parse` turns one text into one value (a `ValueError` or `UsageError` of it is told with the option's name);
+    `repeat` collects the values of every time it is given into a tuple; `aliases` are other full names.
+    """
+    info = OptionInfo(
+        help=help,
+        unit=unit,
+        choices=None if choices is None else tuple(choices),
+        aliases=tuple(aliases),
+        metavar=metavar,
+        parse=parse,
+        positional=positional,
+        repeat=repeat,
+    )
+    return dataclasses.field(default=default, metadata={_METADATA: info})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """One option of a program: its full printed name, its field and the type of its value."""
+
+    name: str
+    attribute: str
+    type: Any
+    default: Any
+    info: OptionInfo
+
+    @property
+    def is_flag(self) -> bool:
+        return self.type is bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """A subcommand: its options dataclass, and what runs with a value of it and returns the exit code."""
+
+    name: str
+    options: type
+    help: str
+    run: Callable[[Any], int]
+
+
+def options_of(config_class: type, prefix: str = "") -> list[Option]:
+    """Return a dataclass's options in order; nested dataclasses become sections, `prefix` names them."""
+    hints = typing.get_type_hints(config_class)
+    options: list[Option] = []
+    for field in dataclasses.fields(config_class):
+        if dataclasses.is_dataclass(hints[field.name]):
+            options += options_of(hints[field.name], f"{prefix}{field.name}.")
+        elif _METADATA in field.metadata:
+            options.append(
+                Option(
+                    name=prefix + field.name,
+                    attribute=field.name,
+                    type=hints[field.name],
+                    default=field.default,
+                    info=field.metadata[_METADATA],
+                )
+            )
+    return options
+
+
+def parse_flat(config_class: type, argv: Sequence[str], *, program: str) -> Any:
+    """Return the dataclass that `argv` describes; `UsageError` for anything wrong with it."""
+    options = options_of(config_class)
+    texts, positionals = read_arguments(options, argv, program=program)
+    values = {option.attribute: convert(option, texts[option.name]) for option in options if option.name in texts}
+    _take_positionals(options, positionals, values, program)
+    missing = [option for option in options if option.default is MISSING and option.attribute not in values]
+    if missing:
+        names = ", ".join(option.name if option.info.positional else f"--{option.name}" for option in missing)
+        raise UsageError(f"{program} needs {names}", fix=f"{program} -h explains every option")
+    return config_class(**values)
+
+
+def parse_sections(
+    config_class: type,
+    argv: Sequence[str],
+    *,
+    program: str,
+    translate: Callable[[dict[str, list[str]], str], dict[str, list[str]]] | None = None,
+) -> Any:
+    """Return nested sections from a TOML file (`--job.config_file`) and, over it, the command line.
+
+    `translate` sees the raw texts of each origin (the file's path, or "the command line") before they are converted:
+    there old spellings become new ones, or are refused.
+    """
+    options = options_of(config_class)
+    known = {option.name: option for option in options}
+    given, positionals = read_arguments(options, argv, program=program)
+    if positionals:
+        raise UsageError(f"{program} takes options only", got=positionals[0], expected="--section.name value")
+    origins: list[tuple[dict[str, list[str]], str]] = []
+    if "job.config_file" in given:
+        path = Path(given["job.config_file"][-1])
+        origins.append((read_toml(path, options), str(path)))
+    origins.append((given, "the command line"))
+    texts: dict[str, list[str]] = {}
+    for found, origin in origins:
+        texts |= found if translate is None else translate(found, origin)
+    values = {name: convert(known[name], text) for name, text in texts.items()}
+    return _build_sections(config_class, values)
+
+
+def _build_sections(config_class: type, values: Mapping[str, Any], prefix: str = "") -> Any:
+    hints = typing.get_type_hints(config_class)
+    arguments: dict[str, Any] = {}
+    for field in dataclasses.fields(config_class):
+        name = prefix + field.name
+        if dataclasses.is_dataclass(hints[field.name]):
+            arguments[field.name] = _build_sections(hints[field.name], values, name + ".")
+        elif name in values:
+            arguments[field.name] = values[name]
+    return config_class(**arguments)
+
+
+def read_arguments(
+    options: Sequence[Option], argv: Sequence[str], *, program: str
+) -> tuple[dict[str, list[str]], list[str]]:
+    """Split `argv` into the texts given for each option, in order, and what stands alone."""
+    names = _spellings(options)
+    texts: dict[str, list[str]] = {}
+    positionals: list[str] = []
+    rest = list(argv)
+    index = 0
+    while index < len(rest):
+        word = rest[index]
+        index += 1
+        if word == "--":
+            positionals += rest[index:]
+            break
+        if not word.startswith("--"):
+            positionals.append(word)
+            continue
+        name, equals, value = word[2:].partition("=")
+        option = names.get(normal_name(name))
+        if option is None:
+            raise unknown_option(name, names, program)
+        if not equals:
+            follows = rest[index] if index < len(rest) else None
+            if option.is_flag:
+                takes = follows is not None and follows.lower() in _TRUTHS
+                value = follows if takes and follows is not None else "true"
+                index += takes
+            elif follows is None or _is_option(follows, names):
+                raise UsageError(f"--{option.name} needs a value", expected=describe_type(option))
+            else:
+                value = follows
+                index += 1
+        texts.setdefault(option.name, []).append(value)
+    return texts, positionals
+
+
+def convert(option: Option, texts: Sequence[str]) -> Any:
+    """Return the value that the last text (all texts, for a repeated option) stands for."""
+    if option.info.repeat:
+        return tuple(_convert_one(option, _item_type(option.type), text) for text in texts)
+    return _convert_one(option, option.type, texts[-1])
+
+
+def _convert_one(option: Option, kind: Any, text: str) -> Any:
+    try:
+        value = option.info.parse(text) if option.info.parse is not None else _parse_as(kind, text)
+    except UsageError as error:
+        raise UsageError(f"--{option.name} cannot be {text!r}: {error.what}", expected=error.expected) from error
+    except ValueError as error:
+        detail = str(error) if option.info.parse is not None else None
+        raise UsageError(
+            f"--{option.name} cannot be {text!r}" + (f": {detail}" if detail else ""), expected=describe_type(option)
+        ) from error
+    if option.info.choices is not None and value is not None and value not in option.info.choices:
+        near = difflib.get_close_matches(str(value), option.info.choices, 1, 0.5)
+        raise UsageError(
+            f"--{option.name} cannot be {text!r}",
+            expected="one of " + ", ".join(option.info.choices),
+            fix=f"Did you mean {near[0]}?" if near else None,
+        )
+    return value
+
+
+def _parse_as(kind: Any, text: str) -> Any:
+    arguments = typing.get_args(kind)
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        if text.strip().lower() in ("none", "null"):
+            return None
+        kind = next(argument for argument in arguments if argument is not type(None))
+        return _parse_as(kind, text)
+    if typing.get_origin(kind) is tuple:
+        return tuple(_parse_as(arguments[0], part.strip()) for part in text.split(",") if part.strip())
+    if kind is bool:
+        return _TRUTHS[text.strip().lower()] if text.strip().lower() in _TRUTHS else _no_truth()
+    if kind is int:
+        return int(text.strip())
+    return kind(text.strip()) if kind is float else kind(text)
+
+
+def _no_truth() -> bool:
+    raise ValueError
+
+
+def _item_type(kind: Any) -> Any:
+    return typing.get_args(kind)[0] if typing.get_origin(kind) is tuple else kind
+
+
+_TRUTHS = {"true": True, "false": False, "yes": True, "no": False, "on": True, "off": False, "1": True, "0": False}
+
+
+def parse_count(text: str) -> int:
+    """Return a whole number written as `10B`, `1.5M`, `2e9`, `100_000` or `4096`; `UsageError` otherwise."""
+    plain = text.strip().replace("_", "").replace(",", "")
+    factor = _SUFFIXES.get(plain[-1:].lower(), 1)
+    digits = plain[:-1] if factor > 1 else plain
+    try:
+        value = Decimal(digits) * factor
+    except ArithmeticError as error:
+        raise UsageError("it is no count", expected="a number such as 4096, 100_000, 1.5M, 10B or 2e9") from error
+    if not value.is_finite() or value < 0 or value != int(value):
+        raise UsageError("it is no whole count", expected="a number such as 4096, 100_000, 1.5M, 10B or 2e9")
+    return int(value)
+
+
+def normal_name(name: str) -> str:
+    """Return an option's name with `_` for `-`."""
+    return name.replace("-", "_")
+
+
+def _spellings(options: Sequence[Option]) -> dict[str, Option]:
+    names = {option.name: option for option in options}
+    return names | {alias: option for option in options for alias in option.info.aliases}
+
+
+def _is_option(word: str, names: Mapping[str, Option]) -> bool:
+    return word.startswith("--") and normal_name(word[2:].partition("=")[0]) in names
+
+
+def unknown_option(name: str, names: Iterable[str], where: str) -> UsageError:
+    """Return the error for a name that no option has, with the nearest that one has."""
+    wanted = normal_name(name)
+    names = list(names)
+    near = difflib.get_close_matches(wanted, names, 1, 0.6)
+    if not near:  # the right name under the wrong section
+        last = wanted.rpartition(".")[2]
+        near = [known for known in names if known.rpartition(".")[2] == last][:1]
+    return UsageError(
+        f"there is no option {name!r}",
+        where=where,
+        fix=f"Did you mean {near[0]!r}?" if near else "-h lists every option",
+    )
+
+
+def describe_type(option: Option) -> str:
+    """Return what an option takes, in words."""
+    if option.info.choices is not None:
+        return "one of " + ", ".join(option.info.choices)
+    if option.info.parse is parse_count:
+        return "a count such as 4096, 1.5M or 10B"
+    arguments = [argument for argument in typing.get_args(option.type) if argument not in (type(None), Ellipsis)]
+    kind = arguments[0] if arguments else option.type
+    words = {bool: "true or false", int: "a whole number", float: "a number", Path: "a path", str: "a text"}
+    return words.get(kind, "a value") + (" (several, separated by commas)" if _is_list(option) else "")
+
+
+def _is_list(option: Option) -> bool:
+    return typing.get_origin(option.type) is tuple and not option.info.repeat
+
+
+def _take_positionals(options: Sequence[Option], words: Sequence[str], values: dict[str, Any], program: str) -> None:
+    left = list(words)
+    for option in (option for option in options if option.info.positional):
+        if option.info.repeat:
+            if left:
+                values[option.attribute] = convert(option, left)
+            left = []
+        elif left and option.attribute not in values:
+            values[option.attribute] = convert(option, [left.pop(0)])
+    if left:
+        raise UsageError(f"{program} does not know what to do with {left[0]!r}", fix="Options begin with --")
+
+
+def read_toml(path: Path, options: Sequence[Option]) -> dict[str, list[str]]:
+    """Return the texts of a TOML file's options by dotted name; lists become comma-separated texts."""
+    if not path.is_file():
+        raise UsageError("the configuration file does not exist", where=path, fix="Check --job.config_file")
+    try:
+        tables = tomllib.loads(path.read_text("utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"the configuration file is no TOML: {error}", where=path) from error
+    names = _spellings(options)
+    texts: dict[str, list[str]] = {}
+    for name, value in _flatten(tables):
+        if normal_name(name) not in names:
+            raise unknown_option(name, names, str(path))
+        texts[names[normal_name(name)].name] = [_toml_text(value)]
+    return texts
+
+
+def _flatten(tables: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in tables.items():
+        if isinstance(value, Mapping):
+            yield from _flatten(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+def _toml_text(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, list):
+        return ",".join(_toml_text(item) for item in value)
+    return str(value)
+
+
+def run_program(program: str, description: str, commands: Sequence[Command], argv: Sequence[str] | None = None) -> int:
+    """Run `program COMMAND --options` and return its exit code (0, 1, 2, 3 or 130)."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    debug, words = take_debug(words)
+
+    def run() -> int:
+        if not words or words[0] in ("-h", "--help"):
+            print(_program_help(program, description, commands))
+            return 0 if words else 2
+        if words[0] == "--version":
+            print(f"{program} {metadata.version('flame')}")
+            return 0
+        command = next((command for command in commands if normal_name(words[0]) == command.name), None)
+        if command is None:
+            names = [command.name for command in commands]
+            near = difflib.get_close_matches(words[0], names, 1, 0.5)
+            raise UsageError(
+                f"{program} has no command {words[0]!r}",
+                expected="one of " + ", ".join(names),
+                fix=f"Did you mean {near[0]!r}?" if near else None,
+            )
+        name = f"{program} {command.name}"
+        if any(word in ("-h", "--help") for word in words[1:]):
+            print(help_text(command.options, usage=f"{name} [options]", description=command.help))
+            return 0
+        return command.run(parse_flat(command.options, words[1:], program=name))
+
+    return guarded(run, debug=debug, program=program)
+
+
+def take_debug(words: Sequence[str]) -> tuple[bool, list[str]]:
+    """Return whether `--debug` is among the words, and the words without it."""
+    rest = [word for word in words if word != "--debug"]
+    return len(rest) < len(words), rest
+
+
+def guarded(run: Callable[[], int], *, debug: bool, program: str = "flame") -> int:
+    """Call `run` and return its exit code; errors become one paragraph on stderr and their own code.
+
+    Ctrl-C gives 130, a closed pipe ends quietly, and `debug` shows the traceback.
+    """
+    try:
+        code = run()
+        sys.stdout.flush()
+        return code
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except Exception as error:
+        if debug:
+            traceback.print_exc()
+        print(f"{program}: {_paragraph(error)}", file=sys.stderr)
+        return error.exit_code if isinstance(error, FlameError) else 1
+
+
+def _paragraph(error: Exception) -> str:
+    if isinstance(error, FlameError):
+        return str(error)
+    if isinstance(error, OSError) and error.strerror:
+        where = f" (in {error.filename})" if error.filename else ""
+        return f"{error.strerror}{where}."
+    detail = " ".join(str(error).split())
+    return f"unexpected {type(error).__name__}: {detail}. Run it again with --debug for the traceback."
+
+
+def _program_help(program: str, description: str, commands: Sequence[Command]) -> str:
+    lines = [f"usage: {program} COMMAND [options]", "", description, "", "commands:"]
+    width = max(len(command.name) for command in commands) + 2
+    lines += [f"  {command.name:<{width}}{command.help}" for command in commands]
+    return "\n".join([*lines, "", f"{program} COMMAND -h explains a command's options."])
+
+
+def help_text(config_class: type, *, usage: str, description: str) -> str:
+    """Return the text of -h: every option with its help, unit, choices and default, by section."""
+    width = max(60, min(shutil.get_terminal_size().columns, 110))
+    lines = [f"usage: {usage}", "", *textwrap.wrap(description, width)]
+    section = None
+    for option in options_of(config_class):
+        head = option.name.rpartition(".")[0]
+        if head != section:
+            section = head
+            lines += ["", f"{head}:" if head else "options:"]
+        lines += _option_help(option, width)
+    lines += ["", "  --debug", "      Show the traceback of an error."]
+    return "\n".join(lines)
+
+
+def _option_help(option: Option, width: int) -> list[str]:
+    info = option.info
+    value = "" if option.is_flag else " " + (info.metavar or option.attribute.upper())
+    head = f"  {option.attribute.upper()}" if info.positional else f"  --{option.name}{value}"
+    facts = [f"unit: {info.unit}"] if info.unit else []
+    if info.choices is not None:
+        facts.append("one of " + ", ".join(info.choices))
+    if info.repeat:
+        facts.append("may be given several times")
+    if option.default is MISSING:
+        facts.append("required")
+    elif not info.repeat and option.default is not None:
+        facts.append(f"default: {_shown(option.default)}")
+    if info.aliases:
+        facts.append("also: " + ", ".join(f"--{alias}" for alias in info.aliases))
+    text = info.help + (f" [{'; '.join(facts)}]" if facts else "")
+    return [head, *textwrap.wrap(text, width, initial_indent="      ", subsequent_indent="      ")]
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
