@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from flame.errors import CheckpointError
@@ -156,19 +157,23 @@ def _write_tensors(
 ) -> dict[str, FileRecord]:
     """Write every rank's part; returns the records of all ranks' files."""
     named = named_tensors(model)
-    tensors: dict[str, Any] = {MODEL_PREFIX + name: tensor for name, tensor in named.items()}
+    tensors = {MODEL_PREFIX + name: tensor for name, tensor in named.items()}
     if optimizer is not None:
         tensors |= optimizer_tensors(optimizer, named)
     tensors[TRAIN_STATE] = torch.frombuffer(bytearray(state.to_json()), dtype=torch.uint8)
     writer = HashingWriter(temporary)
-    with _together(world, "writing a checkpoint", temporary):
+    with _together(world, "writing a checkpoint", temporary, needed_bytes=_own_bytes(tensors)):
         try:
-            save(tensors, storage_writer=writer, process_group=world.patient_group)
+            save(dict(tensors), storage_writer=writer, process_group=world.patient_group)
         except CheckpointException as failure:
             _raise_own(failure, world, temporary, writer.disk_error)
     gathered: list[Any] = [None] * world.size
     dist.all_gather_object(gathered, writer.records, group=world.patient_group)
     return {name: record for records in gathered for name, record in records.items()}
+
+
+def _own_bytes(tensors: Mapping[str, Tensor]) -> int:
+    return sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in tensors.values())
 
 
 def _publish(temporary: Path, final: Path, complete: Complete) -> None:
@@ -231,11 +236,11 @@ def _targets(choice: Choice, named: Mapping[str, Tensor], *, with_optimizer: boo
 
 
 @contextlib.contextmanager
-def _together(world: World, what: str, where: Path) -> Iterator[None]:
+def _together(world: World, what: str, where: Path, needed_bytes: int | None = None) -> Iterator[None]:
     """Run the block on every rank, then raise on all of them if it raised on any: none waits for one that has gone."""
     error: Exception | None = None
     try:
-        with named_disk_errors(where):
+        with named_disk_errors(where, needed_bytes):
             yield
     except OSError as caught:
         error = CheckpointError(f"{what} failed: {caught}", where=where)

@@ -109,16 +109,14 @@ def read_complete(checkpoint: Path) -> Complete:
             identity=DataIdentity.from_json(value),
             files={name: FileRecord(**record) for name, record in value["files"].items()},
         )
-    except FileNotFoundError as error:
-        raise CheckpointError(
-            "the folder is no checkpoint: it was never completed", where=checkpoint, got=f"no {COMPLETE}"
-        ) from error
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(f"{COMPLETE} cannot be understood: {error!r}", where=path) from error
 
 
 def find_damage(checkpoint: Path, *, check_bytes: bool) -> str | None:
     """Return what is wrong with a checkpoint, in a clause, or None. Costs a stat a file; with `check_bytes`, a read."""
+    if not (checkpoint / COMPLETE).is_file():
+        return f"it was never completed, {COMPLETE} is absent"
     try:
         complete = read_complete(checkpoint)
     except CheckpointError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -192,8 +193,11 @@ def test_a_full_disk_leaves_the_previous_checkpoint(tmp_path: Path, world: World
     optimizer = adamw(model)
     update(model, optimizer, seed=0)
     previous = save(tmp_path, model, optimizer, 1, world)
+    weights_and_moments = sum(tensor.nbytes for tensor in whole_state(model, optimizer).values())
     with file_size_limit(limit_bytes), pytest.raises(FlameError, match="no space left on the device") as caught:
         save(tmp_path, model, optimizer, 2, world, hf_files={"tokenizer.json": bytes(200)})
+    needed = re.search(r"at least (\d+) bytes", str(caught.value))
+    assert needed and (int(needed[1]) > weights_and_moments or limit_bytes == 100), "what this rank must write"
     assert "step-2" in str(caught.value) and caught.value.exit_code == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-1"], "nothing half-written stays"
     choice = choose_checkpoint(tmp_path)
