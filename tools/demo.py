@@ -206,10 +206,12 @@ def make_texts(demo: Demo) -> None:
 
 def build_corpora(demo: Demo) -> None:
     """Turn each source into a corpus."""
-    files = {"code": "code.jsonl", "docstrings": "docstrings.parquet"}
+    sources = {"code": ("code.jsonl", "path"), "docstrings": ("docstrings.parquet", "path,name,line")}
     for name, corpus in demo.corpora.items():
+        file, kept = sources[name]
         options = {
-            "dataset": demo.folder / "texts" / files[name],
+            "dataset": demo.folder / "texts" / file,
+            "keep_columns": kept,
             "tokenizer": demo.tokenizer,
             "output": corpus,
             "val_fraction": demo.scale.val_fraction,
