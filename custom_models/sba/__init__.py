@@ -1,0 +1,16 @@
+"""Stick-breaking attention under the model type `sba`: an example of a model of one's own.
+
+Each package in custom_models/ is imported before a configuration is read whose model type is not one of ours. It has to
+register its classes with transformers. The entry in `FAMILIES` is optional: with it the model gets the fused loss and
+packed documents, without it its own logits and unpacked rows.
+"""
+
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from custom_models.sba.config_sba import SBAConfig
+from custom_models.sba.modeling_sba import SBAForCausalLM
+from flame.train.families import FAMILIES
+
+AutoConfig.register(SBAConfig.model_type, SBAConfig, exist_ok=True)
+AutoModelForCausalLM.register(SBAConfig, SBAForCausalLM, exist_ok=True)
+FAMILIES[SBAConfig.model_type] = FAMILIES["stickbreaking_attn"]

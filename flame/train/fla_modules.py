@@ -1,0 +1,121 @@
+"""Plain torch in place of a few modules of flash-linear-attention, with the same parameters under the same names.
+
+fla's own attention wants the package flash_attn, and its rotary embedding, norms and SwiGLU are Triton kernels that cut
+the graph of a compiled block and run on a GPU only. These run anywhere, keep documents apart, and compile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from fla.layers import attn as fla_attention
+from fla.modules import GatedMLP
+from torch import Tensor, nn
+
+from flame.kernels.dispatch import ATTENTION
+from flame.kernels.varlen_attention import causal_attention
+
+
+class PlainAttention(nn.Module):
+    """Softmax attention with rotary positions: fla's `Attention` of `[B, T, D]`, for training."""
+
+    def __init__(self, original: Any, attention: str) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj = original.q_proj, original.k_proj
+        self.v_proj, self.o_proj = original.v_proj, original.o_proj
+        self.q_norm = _plain_norm(original.q_norm) if original.qk_norm else None
+        self.k_norm = _plain_norm(original.k_norm) if original.qk_norm else None
+        self.head_dim: int = original.head_dim
+        self.inv_freq = nn.Buffer(original.rotary.inv_freq, persistent=False)
+        self.attend_packed = ATTENTION[attention].run
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        positions: Tensor,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+        past_key_values: None = None,
+        **_: Any,
+    ) -> tuple[Tensor, None, None]:
+        assert past_key_values is None, "flame's attention is for training: it reads no cache"
+        q_BTHD, k_BTGD, v_BTGD = (
+            projection(hidden_states).unflatten(-1, (-1, self.head_dim))
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        if self.q_norm is not None and self.k_norm is not None:
+            q_BTHD, k_BTGD = self.q_norm(q_BTHD), self.k_norm(k_BTGD)
+        q_BTHD, k_BTGD = rotate(q_BTHD, positions, self.inv_freq), rotate(k_BTGD, positions, self.inv_freq)
+        scale = self.head_dim**-0.5
+        if cu_seqlens is None:
+            rows = (x.transpose(1, 2) for x in (q_BTHD, k_BTGD, v_BTGD))
+            out_BTHD = causal_attention(*rows, scale=scale).transpose(1, 2)
+        else:
+            packed = (x.flatten(0, 1) for x in (q_BTHD, k_BTGD, v_BTGD))
+            out_BTHD = self.attend_packed(*packed, cu_seqlens, max_seqlen, scale=scale).view_as(q_BTHD)
+        return self.o_proj(out_BTHD.flatten(2)), None, None
+
+
+class PlainGatedMLP(nn.Module):
+    """SwiGLU: `down(silu(gate(x)) × up(x))`, fla's `GatedMLP` with the activation `swish`."""
+
+    def __init__(self, original: Any) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = original.gate_proj, original.up_proj, original.down_proj
+
+    def forward(self, x: Tensor, **_: Any) -> Tensor:
+        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out
+
+
+def rotate(x_BTHD: Tensor, positions_BT: Tensor, inv_freq: Tensor) -> Tensor:
+    """Return heads turned by their positions: pairs are (i, i + D/2), angles and products in fp32.
+
+    Source: Su et al. 2021, "RoFormer", with the halves paired as in GPT-NeoX.
+    """
+    angles_BT1F = (positions_BT[..., None].float() * inv_freq)[:, :, None]
+    cos, sin = angles_BT1F.cos(), angles_BT1F.sin()
+    first, second = x_BTHD.float().chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x_BTHD.dtype)
+
+
+@contextlib.contextmanager
+def flash_attention_not_needed() -> Iterator[None]:
+    """Let fla's `Attention` be built where the package flash_attn is absent; `replace_attention` must follow."""
+    present = fla_attention.flash_attn_func
+    fla_attention.flash_attn_func = present or _absent
+    try:
+        yield
+    finally:
+        fla_attention.flash_attn_func = present
+
+
+def replace_attention(model: nn.Module, attention: str) -> None:
+    """Put `PlainAttention` in the place of each of fla's `Attention`."""
+    _replace(model, fla_attention.Attention, lambda original: PlainAttention(original, attention))
+
+
+def replace_gated_mlps(model: nn.Module) -> None:
+    """Put `PlainGatedMLP` in the place of each of fla's `GatedMLP`."""
+    _replace(model, GatedMLP, PlainGatedMLP)
+
+
+def _replace(model: nn.Module, kind: type, replacement: Any) -> None:
+    for parent in list(model.modules()):
+        for name, child in parent.named_children():
+            if isinstance(child, kind):
+                setattr(parent, name, replacement(child))
+
+
+def _plain_norm(original: Any) -> nn.RMSNorm:
+    norm = nn.RMSNorm(original.hidden_size, eps=original.eps, device="meta")
+    norm.weight = original.weight
+    return norm
+
+
+def _absent(*_: Any, **__: Any) -> None:
+    raise AssertionError("fla's Attention is replaced before it is called")

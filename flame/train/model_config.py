@@ -1,0 +1,202 @@
+"""From `--model.config` to a configuration that fits the corpus: found, read, and given its embedding rows."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
+
+from flame.errors import CorpusError, TrainingError, UsageError
+from flame.train.families import FAMILIES, family_of
+from flame.train.log import log
+
+ROWS_MULTIPLE = 128
+CUSTOM_MODELS = "custom_models"
+
+
+def load_model_config(
+    source: str,
+    *,
+    vocab_size: int,
+    eos_id: int,
+    bos_id: int | None = None,
+    norm_type: str | None = None,
+    trust_remote_code: bool = False,
+    custom_model_path: str | None = None,
+    keep_rows: bool = False,
+) -> PretrainedConfig:
+    """Return the configuration that `source` names, fitted to a corpus's tokenizer.
+
+    `source` is a JSON file, a folder with a config.json, or the name of a model on the Hugging Face hub. `vocab_size`
+    is `len(tokenizer)`: the embedding gets `embedding_rows` of it, or with `keep_rows` (weights will be loaded) as many
+    as the configuration says. EOS and BOS become the corpus's. There is no padding token: no batch is padded, and
+    torch would freeze its embedding, which is EOS's where the two are one.
+
+    Raises `UsageError` for a path or name that is not there, `TrainingError` for what the configuration says.
+    """
+    values = _read(source)
+    model_type = values.get("model_type")
+    if not isinstance(model_type, str):
+        raise TrainingError(
+            "the model's configuration does not say what kind of model it is",
+            where=source,
+            expected='"model_type", for example "llama"',
+        )
+    _import_definitions(model_type, custom_model_path)
+    config = _construct(source, model_type, trust_remote_code)
+    if norm_type is not None:
+        _set_norm(config, norm_type)
+    config.bos_token_id, config.eos_token_id, config.pad_token_id = bos_id, eos_id, None
+    if not keep_rows:
+        rows = embedding_rows(vocab_size, config.vocab_size)
+        log.info(
+            f"embedding rows: {rows} (the tokenizer has {vocab_size} tokens, the configuration {config.vocab_size}, "
+            f"rounded up to a multiple of {ROWS_MULTIPLE})"
+        )
+        config.vocab_size = rows
+    return config
+
+
+def embedding_rows(vocab_size: int, config_vocab_size: int) -> int:
+    """Return the embedding rows of a model trained from scratch: the larger size, rounded up to 128."""
+    return -(-max(vocab_size, config_vocab_size) // ROWS_MULTIPLE) * ROWS_MULTIPLE
+
+
+def check_token_ids(max_token_id: int, rows: int, corpus: object) -> None:
+    """Raise `CorpusError` if a corpus holds an id beyond the model's embedding rows."""
+    if max_token_id >= rows:
+        raise CorpusError(
+            "the corpus holds a token id that the model has no embedding for",
+            where=corpus,
+            got=f"id {max_token_id}",
+            expected=f"ids below {rows}, the model's embedding rows",
+            fix="Train with the tokenizer that made the corpus, or give the model's vocab_size as many rows",
+        )
+
+
+def _read(source: str) -> dict[str, Any]:
+    """Return the values of a configuration without building anything, and without running any code."""
+    path = Path(source)
+    file = path / "config.json" if path.is_dir() else path
+    if file.is_file():
+        try:
+            values = json.loads(file.read_bytes())
+        except ValueError as error:
+            raise TrainingError("the model's configuration is not JSON", where=file, got=error) from error
+        if not isinstance(values, dict):
+            raise TrainingError("the model's configuration is not a JSON object", where=file, got=type(values).__name__)
+        return values
+    if path.is_dir() or path.suffix == ".json" or path.is_absolute() or source.count("/") != 1:
+        raise UsageError(
+            "model.config names a file that does not exist",
+            got=file,
+            expected="a JSON file, a folder with a config.json, or the name of a model on the Hugging Face hub",
+            fix=_nearest_file(path),
+        )
+    try:
+        values, _ = PretrainedConfig.get_config_dict(source)
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            "model.config is neither a local path nor a model that the Hugging Face hub could give",
+            got=source,
+            expected="a JSON file, a folder with a config.json, or a name such as Qwen/Qwen3-0.6B",
+            fix=f"The hub said: {str(error).splitlines()[0]}",
+        ) from error
+    return values
+
+
+def _nearest_file(path: Path) -> str | None:
+    if not path.parent.is_dir():
+        return None
+    near = difflib.get_close_matches(path.name, [file.name for file in path.parent.glob("*.json")], n=1)
+    return f"Did you mean {path.parent / near[0]}" if near else None
+
+
+def _import_definitions(model_type: str, custom_model_path: str | None) -> None:
+    """Import what defines a model type: the module that was named, then custom_models/, then fla.
+
+    custom_models/ is imported only for types that are not ours, so that ours start without paying for it.
+    """
+    if custom_model_path is not None:
+        _import_custom_path(custom_model_path)
+    if model_type not in FAMILIES:
+        _import_custom_folders()
+    if (model_type in FAMILIES and FAMILIES[model_type].from_fla) or model_type not in CONFIG_MAPPING:
+        importlib.import_module("fla")
+
+
+def _import_custom_path(custom_model_path: str) -> None:
+    path = Path(custom_model_path)
+    if path.exists():
+        _let_import_from(path.resolve().parent)
+        name = path.stem
+    else:
+        name = custom_model_path
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.split(".")[0] != name.split(".")[0]:
+            raise
+        raise UsageError(
+            "experimental.custom_model_path names nothing that Python can import",
+            got=custom_model_path,
+            expected="a folder, a .py file, or a module's dotted name",
+        ) from error
+
+
+def _import_custom_folders() -> None:
+    """Import each package in custom_models/, of the current folder and of the project."""
+    for root in dict.fromkeys((Path.cwd(), Path(__file__).resolve().parents[2])):
+        packages = sorted((root / CUSTOM_MODELS).glob("*/__init__.py"))
+        if packages:
+            _let_import_from(root)
+        for package in packages:
+            importlib.import_module(f"{CUSTOM_MODELS}.{package.parent.name}")
+            log.info(f"custom model: {package.parent}")
+
+
+def _let_import_from(folder: Path) -> None:
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+        importlib.invalidate_caches()
+
+
+def _construct(source: str, model_type: str, trust_remote_code: bool) -> PretrainedConfig:
+    try:
+        return AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+    except ValueError as error:
+        if "trust_remote_code" in str(error):
+            raise TrainingError(
+                "the model is defined by code of its own, which is not run unasked",
+                where=source,
+                fix="Read that code, and if you trust it add --model.trust_remote_code",
+            ) from error
+        if model_type in CONFIG_MAPPING:
+            raise TrainingError("the model's configuration is refused", where=source, got=error) from error
+        known = sorted({*FAMILIES, *CONFIG_MAPPING})
+        near = difflib.get_close_matches(model_type, known, n=1)
+        raise TrainingError(
+            "no library here knows this kind of model",
+            where=source,
+            got=f"model_type {model_type}",
+            expected=f"{near[0]}, perhaps" if near else "one of " + ", ".join(FAMILIES),
+            fix=f"A model of your own goes into {CUSTOM_MODELS}/, or is named by --experimental.custom_model_path",
+        ) from error
+
+
+def _set_norm(config: PretrainedConfig, norm_type: str) -> None:
+    norms: Mapping[str, Mapping[str, Any]] = family_of(config).norm_types
+    if norm_type not in norms:
+        choices = " or ".join(norms)
+        raise TrainingError(
+            f"model.norm_type cannot be {norm_type} for a model of the type {config.model_type}",
+            expected=choices or "no model.norm_type: its norm is a part of what it is",
+        )
+    for name, value in norms[norm_type].items():
+        setattr(config, name, value)

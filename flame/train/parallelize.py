@@ -1,0 +1,113 @@
+"""Spread a model over the ranks: compile its blocks, shard them and then the whole, and send the weights out.
+
+Parameters stay fp32 DTensors, sharded over `dp_shard` and repeated over `dp_replicate`; each block gathers a copy in
+the compute dtype when it is needed. Gradients are sums over all ranks, not means: the loss is divided by the number of
+labels of the whole global batch, once, when gradients are scaled.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from flame.errors import UsageError
+from flame.train.log import log
+from flame.train.model import CausalLMLoss
+
+RESHARD_POLICIES = ("default", "always", "never")
+KEPT_MARKS = ("_no_weight_decay",)
+"""What models write on their parameters for the optimizer, and sharding would lose."""
+
+
+def parallelize(
+    module: CausalLMLoss,
+    mesh: DeviceMesh,
+    *,
+    device: torch.device,
+    param_dtype: torch.dtype,
+    reduce_dtype: torch.dtype = torch.float32,
+    reshard_after_forward: str = "default",
+    compile_blocks: bool = False,
+) -> None:
+    """Make `module` ready to train on every rank of `mesh`, whose dimensions are `dp_replicate` and `dp_shard`.
+
+    Every rank must call it, after `build_model`: rank 0 holds the weights, the others none. `param_dtype` is what
+    blocks compute in, `reduce_dtype` what gradients are summed in. `reshard_after_forward` says when a block's gathered
+    weights are freed: "always", "never", or "default", after forward except for the last block, whose backward is next,
+    and never where they are not sharded.
+    """
+    weights = _full_tensors(module)
+    marks = {name: _marks(parameter) for name, parameter in module.named_parameters()}
+    blocks = module.blocks()
+    if compile_blocks:
+        _compile(module, blocks)
+    sharded = mesh["dp_shard"].size() > 1
+    options: dict[str, Any] = {
+        "mesh": mesh if mesh["dp_replicate"].size() > 1 else mesh["dp_shard"],
+        "mp_policy": MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype),
+    }
+    for index, block in enumerate(blocks):
+        last = index == len(blocks) - 1
+        fully_shard(block, reshard_after_forward=_reshards(reshard_after_forward, last, sharded), **options)
+    fully_shard(module, reshard_after_forward=reshard_after_forward == "always", **options)
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.set_gradient_divide_factor(1.0)
+            part.set_force_sum_reduction_for_comms(True)
+    _materialize(module, weights, device)
+    for name, parameter in module.named_parameters():
+        for mark, value in marks[name].items():
+            setattr(parameter, mark, value)
+
+
+def _compile(module: CausalLMLoss, blocks: list[nn.Module]) -> None:
+    """Compile each block in place; blocks of one kind share their graphs, so that depth adds no compile time."""
+    if not module.family.compiles:
+        log.info("training.compile: the blocks stay as they are, for their kernels are compiled already")
+        return
+    for block in blocks:
+        block.compile()
+
+
+def _reshards(policy: str, last: bool, sharded: bool) -> bool:
+    if policy not in RESHARD_POLICIES:
+        raise UsageError(
+            "there is no such policy of resharding",
+            got=policy,
+            expected=", ".join(RESHARD_POLICIES),
+        )
+    return policy == "always" or (policy == "default" and sharded and not last)
+
+
+def _full_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Return every parameter and buffer, the non-persistent ones too, without a copy."""
+    named = (*module.named_parameters(), *module.named_buffers())
+    return {name: tensor.detach() for name, tensor in named}
+
+
+def _marks(parameter: Tensor) -> dict[str, Any]:
+    return {mark: getattr(parameter, mark) for mark in KEPT_MARKS if hasattr(parameter, mark)}
+
+
+@torch.no_grad()
+def _materialize(module: nn.Module, weights: dict[str, Tensor], device: torch.device) -> None:
+    """Fill the shards of every rank from rank 0's full tensors, one tensor at a time.
+
+    On the device this needs the memory of the largest tensor beside the shards; `weights` are meta tensors elsewhere.
+    """
+    if any(tensor.is_meta for tensor in weights.values()):
+        module.to_empty(device=device)
+    for name, parameter in (*module.named_parameters(), *module.named_buffers()):
+        full = weights[name]
+        sent = torch.empty_like(full, device=device) if full.is_meta else full.to(device)
+        if isinstance(parameter, DTensor):
+            own = distribute_tensor(sent, parameter.device_mesh, parameter.placements, src_data_rank=0)
+            parameter.to_local().copy_(own.to_local())
+        else:
+            torch.distributed.broadcast(sent, src=0)
+            parameter.copy_(sent)

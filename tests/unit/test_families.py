@@ -1,0 +1,78 @@
+"""Which models can be trained how, and what is said to those that cannot."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from flame.errors import TrainingError
+from flame.train.families import FAMILIES, GENERIC, check_family, family_of
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+def check(model_type: str, *, varlen: bool = True, device: torch.device = CPU, **options: Any) -> None:
+    if model_type in FAMILIES and FAMILIES[model_type].from_fla:
+        pytest.importorskip("fla")
+    check_family(AutoConfig.for_model(model_type, **options), varlen=varlen, device=device)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3", "transformer"])
+def test_what_trains_anywhere(model_type: str) -> None:
+    check(model_type)
+    check(model_type, varlen=False)
+
+
+@pytest.mark.parametrize("model_type", [name for name, family in FAMILIES.items() if family.needs_cuda])
+def test_triton_kernels_need_a_gpu(model_type: str) -> None:
+    options = {"use_l2warp": False} if model_type == "rwkv7" else {"attn": None} if model_type == "samba" else {}
+    check(model_type, varlen=False, device=GPU, **options)
+    with pytest.raises(TrainingError, match=f"{model_type} runs on a CUDA GPU only"):
+        check(model_type, varlen=False, **options)
+
+
+@pytest.mark.parametrize("model_type", ["mamba", "mamba2", "samba"])
+def test_a_family_that_ignores_cu_seqlens_is_refused_for_packed_documents(model_type: str) -> None:
+    options = {"attn": None} if model_type == "samba" else {}
+    with pytest.raises(TrainingError, match=r"ignore cu_seqlens.*--training.varlen false.*llama"):
+        check(model_type, device=GPU, **options)
+
+
+def test_an_unknown_family_is_refused_for_packed_documents_only() -> None:
+    assert family_of(AutoConfig.for_model("gpt2")) is GENERIC
+    check("gpt2", varlen=False)
+    with pytest.raises(TrainingError, match="packed documents cannot be used with a model of the type gpt2"):
+        check("gpt2")
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss"])
+def test_mixtures_of_experts_are_refused(model_type: str) -> None:
+    with pytest.raises(TrainingError, match="mixture of experts"):
+        check(model_type, varlen=False)
+
+
+def test_an_encoder_is_refused() -> None:
+    with pytest.raises(TrainingError, match="not a causal language model"):
+        check("vit", varlen=False)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "options", "reason"),
+    [
+        ("llama", {"attention_dropout": 0.1}, "attention_dropout is 0.1"),
+        ("mistral", {"sliding_window": 4096}, "sliding window"),
+        ("qwen3", {"use_sliding_window": True, "max_window_layers": 0, "sliding_window": 8}, "sliding window"),
+        ("transformer", {"window_size": 8}, "window_size"),
+        ("transformer", {"attnres_block_size": 2}, "attnres_block_size"),
+        ("transformer", {"hidden_act": "powlu"}, "only swish"),
+        ("rwkv7", {"use_l2warp": True}, "use_l2warp"),
+    ],
+)
+def test_configurations_that_would_train_something_else_are_refused(
+    model_type: str, options: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(TrainingError, match=reason):
+        check(model_type, device=GPU, **options)
