@@ -38,16 +38,7 @@ def export_hf(options: HfOptions) -> int:
 
     if not options.checkpoint.exists():
         raise UsageError("there is no such checkpoint", where=options.checkpoint)
-    print(
-        export_checkpoint(
-            options.checkpoint,
-            options.output,
-            dtype=options.dtype,
-            max_shard_size=options.max_shard_size,
-            fast_open=options.fast_open,
-            check=options.check,
-        )
-    )
+    print(export_checkpoint(**vars(options)))
     return 0
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from flame.errors import CheckpointError
 from flame.export.dtypes import DTYPES, exported
 from flame.train.checkpoint_tensors import StoredModel, named_tensors
+from flame.train.families import FAMILIES
 
 
 def check_export(folder: Path, checkpoint: Path) -> int:
@@ -24,10 +27,10 @@ def check_export(folder: Path, checkpoint: Path) -> int:
     that differs, and where the configurations and the tokenizer disagree. Cost: the whole model in memory, once.
     """
     config = json.loads((folder / "config.json").read_bytes())
-    _make_known(config["model_type"])
-    model, loading = AutoModelForCausalLM.from_pretrained(
-        folder, dtype="auto", local_files_only=True, output_loading_info=True
-    )
+    with _known_model_type(config["model_type"], folder):
+        model, loading = AutoModelForCausalLM.from_pretrained(
+            folder, dtype="auto", local_files_only=True, output_loading_info=True
+        )
     problems = {kind: sorted(map(str, names)) for kind, names in loading.items() if names}
     if problems:
         raise CheckpointError(
@@ -44,9 +47,26 @@ def check_export(folder: Path, checkpoint: Path) -> int:
     return len(loaded)
 
 
-def _make_known(model_type: str) -> None:
+@contextlib.contextmanager
+def _known_model_type(model_type: str, folder: Path) -> Iterator[None]:
+    """Let transformers build a model of this type in the block: fla's are known once it is imported."""
+    from_fla = model_type in FAMILIES and FAMILIES[model_type].from_fla
+    if from_fla or model_type not in CONFIG_MAPPING:
+        importlib.import_module("fla")
     if model_type not in CONFIG_MAPPING:
-        importlib.import_module("fla.models")
+        raise CheckpointError(
+            "the export cannot be checked here: no library here knows its kind of model",
+            where=folder,
+            got=f"model_type {model_type}",
+            fix="Export without the check",
+        )
+    if not from_fla:
+        yield
+        return
+    from flame.train.fla_modules import flash_attention_not_needed  # imports fla: seconds
+
+    with flash_attention_not_needed():
+        yield
 
 
 def _compare_names(loaded: set[str], stored: set[str], folder: Path) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import torch
@@ -108,6 +109,7 @@ def _write_weights(stored: StoredModel, target: Path, dtype: torch.dtype, shard_
             raise CheckpointError(
                 f"the export cannot be written: {error}", where=path, got=f"{free_bytes(path)} bytes free"
             ) from error
+        shutil.copymode(target / "config.json", path)  # safetensors lets only the owner read
         fsync_file(path)
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": dict(sorted(split.tensor_to_filename.items()))}

@@ -14,12 +14,15 @@ from tokenizers import Tokenizer
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from flame.cli.export import main
 from flame.errors import CheckpointError, FlameError, UsageError
 from flame.export.check import check_export
 from flame.export.hf import export_checkpoint, parse_shard_size
 from flame.train.checkpoint_tensors import named_tensors
 from flame.train.distributed import World
 from flame.train.hf_files import build_hf_files
+from flame.train.model import build_model
+from flame.train.parallelize import parallelize
 from tests.tiny_states import adamw, file_size_limit, one_rank, save, shard, tiny_llama, update
 from tests.tokenizers import write_tiny_tokenizer
 
@@ -106,6 +109,24 @@ def test_the_export_computes_what_the_trainer_computes(tmp_path: Path, world: Wo
         torch.testing.assert_close(loaded(input_ids=ids).logits, trained, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "transformer"])
+def test_what_the_trainer_builds_reloads(tmp_path: Path, world: World, model_type: str) -> None:
+    sizes: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 64}
+    if model_type == "transformer":
+        pytest.importorskip("fla")
+        sizes |= {"num_heads": 4, "num_kv_heads": 2}
+    else:
+        sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48, "head_dim": 8}
+    config = AutoConfig.for_model(model_type, tie_word_embeddings=model_type == "qwen3", **sizes)
+    module = build_model(config, seed=1, rank=0, device=world.device, dtype=torch.float32, varlen=True)
+    parallelize(module, world.mesh, device=world.device, param_dtype=torch.float32)
+    files = build_hf_files(module.model, None, eos_id=3)
+    path = save(tmp_path, module.model, None, 0, world, hf_files=files)
+    export_checkpoint(path, tmp_path / "hf", check=True)
+    exported = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert exported["model_type"] == model_type and "flame" not in json.dumps(exported)
+
+
 @pytest.mark.parametrize("bos", [None, "<s>"])
 def test_tokenizer_config_and_generation_config_agree(tmp_path: Path, world: World, bos: str | None) -> None:
     tokenizer = write_tiny_tokenizer(tmp_path / "tokenizer", bos=bos)
@@ -164,6 +185,32 @@ def test_only_the_tokenizers_files_come_along(tmp_path: Path) -> None:
         *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
     }
     assert json.loads(files["config.json"])["model_type"] == "llama"
+
+
+def test_the_command_line(tmp_path: Path, world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    path = checkpoint_of(tmp_path, tiny_llama(), world)
+    output = tmp_path / "hf"
+    command = ["hf", f"--checkpoint={path}", f"--output={output}", "--dtype", "bfloat16", "--max-shard-size", "3KB"]
+    assert main([*command, "--check"]) == 0
+    assert capsys.readouterr().out == f"{output}\n"
+    assert len(list(output.glob("*.safetensors"))) > 1 and load(output).dtype == torch.bfloat16
+    modes = {file.stat().st_mode & 0o777 for file in output.iterdir()}
+    assert len(modes) == 1, "weights are as readable as the other files"
+    wrong_calls = {
+        "there already": command,
+        "no such checkpoint": ["hf", "--checkpoint=nowhere", f"--output={tmp_path / 'b'}"],
+        "max_shard_size is no size": [*command[:2], f"--output={tmp_path / 'b'}", "--max_shard_size=many"],
+        "one of float32, bfloat16, float16": [*command[:2], f"--output={tmp_path / 'b'}", "--dtype=int8"],
+        "not available yet": ["dcp", "--model=hf", "--output=x"],
+    }
+    for message, words in wrong_calls.items():
+        assert main(words) == 2
+        told = capsys.readouterr()
+        assert message in told.err and told.out == "" and "Traceback" not in told.err
+    (path / ".metadata").unlink()
+    assert main(["hf", f"--checkpoint={path}", f"--output={tmp_path / 'b'}"]) == 1
+    assert ".metadata is absent" in capsys.readouterr().err
+    assert not list(tmp_path.glob("b*"))
 
 
 def test_an_output_that_is_there_is_refused(tmp_path: Path, world: World) -> None:
