@@ -1,8 +1,8 @@
 """Stick-breaking attention under the model type `sba`: an example of a model of one's own.
 
-Each package in custom_models/ is imported before a configuration is read whose model type is not one of ours. It has to
-register its classes with transformers. The entry in `FAMILIES` is optional: with it the model gets the fused loss and
-packed documents, without it its own logits and unpacked rows.
+Where nothing else knows a configuration's model type, the packages in custom_models/ are imported, the one of that name
+first, until one defines it. A package has to register its classes with transformers. The entry in `FAMILIES` is
+optional: with it the model gets the fused loss and packed documents, without it its own logits and unpacked rows.
 """
 
 from transformers import AutoConfig, AutoModelForCausalLM

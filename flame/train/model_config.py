@@ -119,16 +119,17 @@ def _nearest_file(path: Path) -> str | None:
 
 
 def _import_definitions(model_type: str, custom_model_path: str | None) -> None:
-    """Import what defines a model type: the module that was named, then custom_models/, then fla.
-
-    custom_models/ is imported only for types that are not ours, so that ours start without paying for it.
-    """
+    """Import what defines a model type, as far as nothing does yet: a named module always, custom_models/, then fla."""
     if custom_model_path is not None:
         _import_custom_path(custom_model_path)
-    if model_type not in FAMILIES:
-        _import_custom_folders()
-    if (model_type in FAMILIES and FAMILIES[model_type].from_fla) or model_type not in CONFIG_MAPPING:
+    if not _is_known(model_type):
+        _import_custom_folders(model_type)
+    if not _is_known(model_type) or (model_type in FAMILIES and FAMILIES[model_type].from_fla):
         importlib.import_module("fla")
+
+
+def _is_known(model_type: str) -> bool:
+    return model_type in FAMILIES or model_type in CONFIG_MAPPING
 
 
 def _import_custom_path(custom_model_path: str) -> None:
@@ -150,15 +151,19 @@ def _import_custom_path(custom_model_path: str) -> None:
         ) from error
 
 
-def _import_custom_folders() -> None:
-    """Import each package in custom_models/, of the current folder and of the project."""
-    for root in dict.fromkeys((Path.cwd(), Path(__file__).resolve().parents[2])):
-        packages = sorted((root / CUSTOM_MODELS).glob("*/__init__.py"))
-        if packages:
-            _let_import_from(root)
-        for package in packages:
-            importlib.import_module(f"{CUSTOM_MODELS}.{package.parent.name}")
-            log.info(f"custom model: {package.parent}")
+def _import_custom_folders(model_type: str) -> None:
+    """Import the packages in custom_models/, of the current folder and of the project, until one defines the type.
+
+    One of the type's own name comes first, so that a model does not pay for what another imports.
+    """
+    roots = dict.fromkeys((Path.cwd(), Path(__file__).resolve().parents[2]))
+    packages = [file.parent for root in roots for file in sorted((root / CUSTOM_MODELS).glob("*/__init__.py"))]
+    for package in sorted(packages, key=lambda package: package.name != model_type):
+        _let_import_from(package.parents[1])
+        importlib.import_module(f"{CUSTOM_MODELS}.{package.name}")
+        if _is_known(model_type):
+            log.info(f"custom model: {package}")
+            return
 
 
 def _let_import_from(folder: Path) -> None:

@@ -21,8 +21,8 @@ LENGTHS = [7, 1, 20, 12]
 def make_config(model_type: str, **options: Any) -> PretrainedConfig:
     if model_type == "transformer":
         pytest.importorskip("fla")
-        return AutoConfig.for_model(model_type, **SIZES, num_heads=4, num_kv_heads=2, **options)
-    return AutoConfig.for_model(model_type, **SIZES, **DECODER, **options)
+        return AutoConfig.for_model(model_type, **{**SIZES, "num_heads": 4, "num_kv_heads": 2, **options})
+    return AutoConfig.for_model(model_type, **{**SIZES, **DECODER, **options})
 
 
 def build(config: PretrainedConfig, *, varlen: bool = True, **options: Any) -> CausalLMLoss:
