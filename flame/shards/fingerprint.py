@@ -33,11 +33,11 @@ def tokenizer_fingerprint(
     """
     try:
         tokenizer: Any = json.loads(tokenizer_json)
-    except ValueError as error:
+        return sha256_of_json(
+            {"tokenizer": tokenizer, "bos_id": bos_id, "eos_id": eos_id, "bos": bos, "special_text": special_text}
+        )
+    except ValueError as error:  # no JSON, NaN, or half a surrogate pair
         raise TokenizerError(f"tokenizer.json is no JSON: {error}") from error
-    return sha256_of_json(
-        {"tokenizer": tokenizer, "bos_id": bos_id, "eos_id": eos_id, "bos": bos, "special_text": special_text}
-    )
 
 
 def corpus_fingerprint(

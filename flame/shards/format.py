@@ -24,6 +24,7 @@ MANIFEST = "manifest.json"
 TOKENIZER_FOLDER = "tokenizer"
 BUILD_FOLDER = "build"
 REJECTS_FOLDER = "rejects"
+RESTORE = "Restore the file from a copy, or build the corpus again"
 
 _MAGIC = b"\x93NUMPY\x01\x00"
 
@@ -45,30 +46,21 @@ def read_npy_length(path: Path, dtype: np.dtype[np.unsignedinteger]) -> int:
         with open(path, "rb") as file:
             header = file.read(HEADER_BYTES)
             size_bytes = os.fstat(file.fileno()).st_size
-    except FileNotFoundError as error:
-        raise CorpusError("a file of the corpus is absent", where=path, fix=REBUILD) from error
+    except OSError as error:
+        raise unreadable_file(path, error) from error
     length = _length_in_header(header, dtype)
     if length is None:
         raise CorpusError(
-            "a file of the corpus has no header of ours",
+            "a file of the corpus does not begin with a header of its format",
             where=path,
-            got=repr(header[:40]),
-            expected=f"a .npy header of {HEADER_BYTES} bytes for 1-D {dtype.str}",
-            fix=REBUILD,
+            got=repr(header[:40]) if header else "an empty file",
+            expected=f"the {HEADER_BYTES}-byte .npy header of a 1-D array of {dtype.str}",
+            fix=RESTORE,
         )
     expected_bytes = HEADER_BYTES + length * dtype.itemsize
     if size_bytes != expected_bytes:
-        raise CorpusError(
-            "a file of the corpus has the wrong size: it was cut or written over",
-            where=path,
-            got=f"{size_bytes} bytes",
-            expected=f"{expected_bytes} bytes, for the {length} values that its header names",
-            fix=REBUILD,
-        )
+        raise wrong_size(path, size_bytes, expected_bytes)
     return length
-
-
-REBUILD = "Restore the file from a copy, or build the corpus again"
 
 
 def _length_in_header(header: bytes, dtype: np.dtype[np.unsignedinteger]) -> int | None:
@@ -77,9 +69,32 @@ def _length_in_header(header: bytes, dtype: np.dtype[np.unsignedinteger]) -> int
     try:
         description = ast.literal_eval(header[len(_MAGIC) + 2 :].decode("ascii"))
         (length,) = description["shape"]
-    except (ValueError, SyntaxError, KeyError, TypeError):
+        return int(length) if header == npy_header(dtype, length) else None
+    except (ValueError, SyntaxError, KeyError, TypeError, MemoryError):
         return None
-    return int(length) if header == npy_header(dtype, length) else None
+
+
+def unreadable_file(path: Path, error: OSError) -> CorpusError:
+    """Return the error for a file of a corpus that cannot be opened or read."""
+    if isinstance(error, FileNotFoundError):
+        return CorpusError("a file of the corpus is absent", where=path, fix=RESTORE)
+    return CorpusError(
+        "a file of the corpus cannot be read",
+        where=path,
+        got=error.strerror or repr(error),
+        fix="Check its permissions and its disk, and the limit on open files (ulimit -n)",
+    )
+
+
+def wrong_size(path: Path, got_bytes: int, expected_bytes: int) -> CorpusError:
+    """Return the error for a file of a corpus that was cut, or grew."""
+    return CorpusError(
+        "a file of the corpus was cut short or written over",
+        where=path,
+        got=f"{got_bytes} bytes",
+        expected=f"{expected_bytes} bytes",
+        fix=RESTORE,
+    )
 
 
 def shard_name(task: int, part: int) -> str:

@@ -4,15 +4,29 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from flame.errors import CorpusError
 from flame.files import write_json
 from flame.shards.fingerprint import corpus_fingerprint
-from flame.shards.format import BUILD_FOLDER, FORMAT_VERSION, MANIFEST
+from flame.shards.format import (
+    BUILD_FOLDER,
+    FORMAT_VERSION,
+    MANIFEST,
+    REJECTS_FOLDER,
+    RESTORE,
+    TOKENIZER_FOLDER,
+    unreadable_file,
+)
+
+_SHARD_NAME = re.compile(r"shard-[0-9]{5,}-[0-9]{3,}")
+_SPLIT_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+_CHECKSUM = re.compile(r"xxh3:[0-9a-f]{32}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,8 +91,9 @@ class Manifest:
     inputs: Mapping[str, Any] = field(default_factory=dict)
     built: Mapping[str, Any] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
+        """The corpus's fingerprint, computed from what this manifest says."""
         return corpus_fingerprint(
             tokenizer_fingerprint=self.tokenizer.fingerprint,
             bos_id=self.tokenizer.bos_id,
@@ -92,7 +107,10 @@ class Manifest:
             "format_version": FORMAT_VERSION,
             "fingerprint": self.fingerprint,
             "tokenizer": dataclasses.asdict(self.tokenizer),
-            "splits": {name: dataclasses.asdict(split) for name, split in self.splits.items()},
+            "splits": {
+                name: {**dataclasses.asdict(split), "shards": [dataclasses.asdict(shard) for shard in split.shards]}
+                for name, split in self.splits.items()
+            },
             "rejects": dict(self.rejects),
             "engine": dict(self.engine),
             "options": dict(self.options),
@@ -101,52 +119,142 @@ class Manifest:
         }
 
 
+class DamagedManifestError(CorpusError):
+    """manifest.json is there, but it is not what was sealed."""
+
+
 def write_manifest(corpus: Path, manifest: Manifest) -> None:
     """Seal a corpus: everything else must be on disk, durably, before."""
-    write_json(corpus / MANIFEST, manifest.to_json())
+    value = manifest.to_json()
+    manifest_from_json(value, corpus / MANIFEST)  # what could not be read back is never sealed
+    write_json(corpus / MANIFEST, value)
 
 
 def read_manifest(corpus: Path) -> Manifest:
-    """Read and check manifest.json; `CorpusError` where there is none, or it is not one of ours, or was changed."""
+    """Read and check manifest.json: its version, its structure, its sums, its fingerprint.
+
+    Raises `CorpusError` where there is none or its version is another, `DamagedManifestError` where it was changed.
+    """
     path = corpus / MANIFEST
     try:
         value = json.loads(path.read_bytes())
     except (FileNotFoundError, NotADirectoryError) as error:
         raise _no_corpus(corpus) from error
+    except OSError as error:
+        raise unreadable_file(path, error) from error
     except ValueError as error:
-        raise CorpusError(f"the corpus manifest is no JSON: {error}", where=path) from error
+        raise DamagedManifestError(f"the corpus manifest is no JSON: {error}", where=path, fix=RESTORE) from error
     version = value.get("format_version") if isinstance(value, dict) else None
+    if version is None:
+        raise DamagedManifestError("the corpus manifest has no format_version", where=path, fix=RESTORE)
     if version != FORMAT_VERSION:
         raise CorpusError(
-            "the folder's manifest is not one that this version of Flame reads",
+            "the corpus has a format that this version of Flame does not read",
             where=path,
-            got=f"format_version {version}",
+            got=f"format_version {version!r}",
             expected=f"format_version {FORMAT_VERSION}",
+            fix="Read it with the version of Flame that its manifest names under built, or build it again",
         )
+    return manifest_from_json(value, path)
+
+
+def manifest_from_json(value: Mapping[str, Any], path: Path) -> Manifest:
+    """Return the manifest that a JSON object holds; `DamagedManifestError`, naming `path`, unless all of it is right.
+
+    Names that this version does not know are passed over.
+    """
     try:
-        manifest = _from_json(value)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise CorpusError(f"the corpus manifest lacks a part: {error!r}", where=path) from error
-    if manifest.fingerprint != value["fingerprint"]:
-        raise CorpusError(
+        manifest = Manifest(
+            tokenizer=_record(TokenizerInfo, value.get("tokenizer"), "tokenizer"),
+            splits={
+                name: _split(name, split)
+                for name, split in _of_type(dict, value.get("splits"), "splits", "an object").items()
+            },
+            **{
+                name: _of_type(dict, value.get(name, {}), name, "an object")
+                for name in ("rejects", "engine", "options", "inputs", "built")
+            },
+        )
+    except _WrongPartError as wrong:
+        raise DamagedManifestError(
+            f"the corpus manifest is damaged at {wrong.where}",
+            where=path,
+            got=wrong.got,
+            expected=wrong.expected,
+            fix=RESTORE,
+        ) from None
+    if manifest.fingerprint != value.get("fingerprint"):
+        raise DamagedManifestError(
             "the corpus manifest was changed after the corpus was sealed",
             where=path,
-            got=f"content of the fingerprint {manifest.fingerprint}",
-            expected=value["fingerprint"],
-            fix="Restore manifest.json from a copy, or build the corpus again",
+            got=f"content whose fingerprint is {manifest.fingerprint}",
+            expected=value.get("fingerprint", "a fingerprint"),
+            fix=RESTORE,
         )
     return manifest
 
 
-def _from_json(value: Mapping[str, Any]) -> Manifest:
-    return Manifest(
-        tokenizer=TokenizerInfo(**value["tokenizer"]),
-        splits={
-            name: SplitInfo(**{**split, "shards": tuple(ShardInfo(**shard) for shard in split["shards"])})
-            for name, split in value["splits"].items()
-        },
-        **{name: value.get(name, {}) for name in ("rejects", "engine", "options", "inputs", "built")},
-    )
+class _WrongPartError(Exception):
+    """A part of a manifest that is not what it must be; `where` is its dotted place."""
+
+    def __init__(self, where: str, got: object, expected: str) -> None:
+        super().__init__(where)
+        self.where, self.got, self.expected = where, repr(got)[:100], expected
+
+
+_Value = TypeVar("_Value")
+
+
+def _of_type(kind: type[_Value], value: object, where: str, expected: str) -> _Value:
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise _WrongPartError(where, value, expected)
+    return value
+
+
+def _record(kind: type[_Value], value: object, where: str) -> _Value:
+    """Return a dataclass whose fields are texts, counts, or counts that may be null."""
+    given = _of_type(dict, value, where, "an object")
+    arguments = {}
+    for field_ in dataclasses.fields(kind):  # type: ignore[arg-type]
+        value, place = given.get(field_.name), f"{where}.{field_.name}"
+        if field_.type == "str":
+            _of_type(str, value, place, "a text")
+        elif not (field_.type == "int | None" and value is None) and _of_type(int, value, place, "a count") < 0:
+            raise _WrongPartError(place, value, "a count")
+        arguments[field_.name] = value
+    return kind(**arguments)
+
+
+def _split(name: str, value: object) -> SplitInfo:
+    where = f"splits.{name}"
+    if not _SPLIT_NAME.fullmatch(name) or name in (TOKENIZER_FOLDER, BUILD_FOLDER, REJECTS_FOLDER):
+        raise _WrongPartError(where, name, "a name that can be a folder of a split")
+    given = _of_type(dict, value, where, "an object")
+    listed = _of_type(list, given.get("shards"), f"{where}.shards", "a list")
+    shards = tuple(_shard(shard, f"{where}.shards[{number}]") for number, shard in enumerate(listed))
+    if len({shard.name for shard in shards}) != len(shards):
+        raise _WrongPartError(f"{where}.shards", "a name twice", "each shard once")
+    split = SplitInfo.of(shards)
+    for total in ("num_tokens", "num_documents", "num_bytes", "max_token_id"):
+        if given.get(total) != getattr(split, total):
+            raise _WrongPartError(
+                f"{where}.{total}", given.get(total), f"{getattr(split, total)}, as its shards make it"
+            )
+    return split
+
+
+def _shard(value: object, where: str) -> ShardInfo:
+    shard = _record(ShardInfo, value, where)
+    if not _SHARD_NAME.fullmatch(shard.name):
+        raise _WrongPartError(f"{where}.name", shard.name, "shard-TTTTT-PPP")
+    for name in ("tokens_checksum", "ends_checksum"):
+        if not _CHECKSUM.fullmatch(getattr(shard, name)):
+            raise _WrongPartError(f"{where}.{name}", getattr(shard, name), "xxh3: and 32 hex digits")
+    if not 0 < shard.num_documents <= shard.num_tokens:
+        raise _WrongPartError(
+            f"{where}.num_documents", shard.num_documents, f"from 1 to {shard.num_tokens}, its tokens"
+        )
+    return shard
 
 
 def _no_corpus(corpus: Path) -> CorpusError:

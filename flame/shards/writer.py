@@ -1,31 +1,28 @@
 """Writing shards: once, in order, hashed on the way, and published by rename.
 
-A shard's files appear under their final names only when all of them are whole and durable. That a task's shards belong
-to a corpus is said by its receipt, which the builder publishes after them.
+A shard's files get their final names only when all of them are whole and durable, its tokens last. That a task's
+shards belong to a corpus is said by the task's receipt, which the builder publishes after them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import xxhash
 from numpy.typing import NDArray
 
-from flame.files import fsync_file, named_disk_errors, publish, temporary_path
-from flame.shards.format import END_DTYPE, HEADER_BYTES, TOKEN_DTYPE, npy_header, shard_name
+from flame.files import named_disk_errors, publish, temporary_path
+from flame.shards.format import END_DTYPE, TOKEN_DTYPE, docs_path, ends_path, npy_header, shard_name, tokens_path
 from flame.shards.manifest import ShardInfo
+from flame.shards.provenance import PROVENANCE_FIELDS as PROVENANCE_FIELDS  # the schema that `docs` begins with
+from flame.shards.provenance import ProvenanceFile
 
-DOCS_ROW_GROUP = 1 << 16
-PROVENANCE_FIELDS = (
-    pa.field("source_file", pa.string()),
-    pa.field("row", pa.uint64()),
-    pa.field("num_bytes", pa.uint32()),
-)
+WRITE_BUFFER_BYTES = 1 << 20
 
 
 class ArrayFile:
@@ -42,22 +39,24 @@ class ArrayFile:
         self._temporary = temporary_path(path)
         with named_disk_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = open(self._temporary, "wb", buffering=0)  # noqa: SIM115
+            self._file = open(self._temporary, "wb", buffering=WRITE_BUFFER_BYTES)  # noqa: SIM115
             self._file.write(npy_header(dtype, 0))
 
     def append(self, values: NDArray[np.unsignedinteger]) -> None:
         """Write `values` (1-D) behind the others."""
-        data = np.ascontiguousarray(values, dtype=self._dtype).view(np.uint8).data
+        assert values.ndim == 1 and np.can_cast(values.dtype, self._dtype, "safe"), "values of the file's own type"
+        if len(values) == 0:
+            return
+        data = np.ascontiguousarray(values, dtype=self._dtype).data.cast("B")
         self._digest.update(data)
-        written = 0
         with named_disk_errors(self.path, len(data)):
-            while written < len(data):
-                written += self._file.write(data[written:]) or 0
+            self._file.write(data)
         self.length += len(values)
 
     def seal(self) -> str:
         """Patch the header, make the bytes durable, close; returns the checksum. The name is still temporary."""
-        with named_disk_errors(self.path, HEADER_BYTES):
+        with named_disk_errors(self.path, WRITE_BUFFER_BYTES):
+            self._file.flush()
             os.pwrite(self._file.fileno(), npy_header(self._dtype, self.length), 0)
             os.fsync(self._file.fileno())
             self._file.close()
@@ -69,24 +68,30 @@ class ArrayFile:
 
     def abort(self) -> None:
         """Close and delete what was written."""
-        self._file.close()
+        with contextlib.suppress(OSError):
+            self._file.close()  # flushes, and a full disk may be why this is aborted
         self._temporary.unlink(missing_ok=True)
 
 
 class ShardWriter:
     """Writes one shard: whole documents, in order. Call `finish`, or `abort` to leave nothing behind.
 
-    `docs_schema` is the schema of docs.parquet (None keeps no provenance).
+    `docs_schema` is the schema of docs.parquet (None keeps no provenance). A full disk raises `FlameError` with the
+    path and the bytes needed; the shard is then only good for `abort`.
     """
 
     def __init__(self, folder: Path, name: str, docs_schema: pa.Schema | None) -> None:
+        corpus, split = folder.parent, folder.name
         self.name = name
         self.num_bytes = 0
         self.max_token_id = 0
-        self._tokens = ArrayFile(folder / f"{name}.tokens.npy", TOKEN_DTYPE)
-        self._ends = ArrayFile(folder / f"{name}.ends.npy", END_DTYPE)
-        self._docs_path = folder / f"{name}.docs.parquet"
-        self._docs = None if docs_schema is None else _DocsFile(self._docs_path, docs_schema)
+        with contextlib.ExitStack() as undo:
+            self._tokens = ArrayFile(tokens_path(corpus, split, name), TOKEN_DTYPE)
+            undo.callback(self._tokens.abort)
+            self._ends = ArrayFile(ends_path(corpus, split, name), END_DTYPE)
+            undo.callback(self._ends.abort)
+            self._docs = None if docs_schema is None else ProvenanceFile(docs_path(corpus, split, name), docs_schema)
+            undo.pop_all()
 
     @property
     def num_tokens(self) -> int:
@@ -109,14 +114,13 @@ class ShardWriter:
         `docs` has a row a document where provenance is kept; `num_bytes` is their text's size where it is not.
         """
         ends = np.cumsum(lengths, dtype=np.uint64)
-        assert len(ends) == 0 or (int(ends[-1]) == len(tokens) and int(np.min(lengths)) > 0), (
-            "whole, non-empty documents"
-        )
-        assert (docs is None) == (self._docs is None), "provenance for every document or for none"
         if len(ends) == 0:
+            assert len(tokens) == 0, "no documents, no tokens"
             return
-        self._ends.append(ends + np.uint64(self.num_tokens))
+        assert int(ends[-1]) == len(tokens) and int(np.min(lengths)) > 0, "whole, non-empty documents"
+        assert (docs is None) == (self._docs is None), "provenance for every document or for none"
         self._tokens.append(tokens)
+        self._ends.append(ends + np.uint64(self.num_tokens - len(tokens)))
         self.max_token_id = max(self.max_token_id, int(tokens.max()))
         if self._docs is not None and docs is not None:
             assert docs.num_rows == len(ends), "a row of provenance a document"
@@ -127,6 +131,7 @@ class ShardWriter:
 
     def finish(self) -> ShardInfo:
         """Make all files durable, publish them, and return what the shard holds."""
+        assert self.num_documents > 0, "a shard is never empty"
         tokens_checksum, ends_checksum = self._tokens.seal(), self._ends.seal()
         if self._docs is not None:
             self._docs.seal()
@@ -151,55 +156,17 @@ class ShardWriter:
             self._docs.abort()
 
 
-class _DocsFile:
-    """docs.parquet being written, in row groups of a fixed size: the same rows, however they were appended."""
-
-    def __init__(self, path: Path, schema: pa.Schema) -> None:
-        self._path = path
-        self._temporary = temporary_path(path)
-        self._schema = schema
-        self._waiting: list[pa.Table] = []
-        self._num_waiting = 0
-        with named_disk_errors(path):
-            self._writer = pq.ParquetWriter(self._temporary, schema, compression="zstd")
-
-    def append(self, docs: pa.Table) -> None:
-        self._waiting.append(docs.select(self._schema.names).cast(self._schema))
-        self._num_waiting += docs.num_rows
-        if self._num_waiting >= DOCS_ROW_GROUP:
-            table = pa.concat_tables(self._waiting)
-            whole = self._num_waiting - self._num_waiting % DOCS_ROW_GROUP
-            self._write(table.slice(0, whole))
-            self._waiting, self._num_waiting = [table.slice(whole)], self._num_waiting - whole
-
-    def _write(self, table: pa.Table) -> None:
-        with named_disk_errors(self._path, table.nbytes):
-            self._writer.write_table(table.combine_chunks(), row_group_size=DOCS_ROW_GROUP)
-
-    def seal(self) -> None:
-        if self._num_waiting:
-            self._write(pa.concat_tables(self._waiting))
-        with named_disk_errors(self._path):
-            self._writer.close()
-            fsync_file(self._temporary)
-
-    def publish(self) -> None:
-        publish(self._temporary, self._path)
-
-    def abort(self) -> None:
-        self._writer.close()
-        self._temporary.unlink(missing_ok=True)
-
-
 class SplitWriter:
     """Writes one task's documents of one split into shards `shard-TTTTT-PPP`, in order; never an empty one.
 
-    A shard ends at the first document end at or past `shard_tokens`: a document longer than that is one shard's.
+    A shard ends at the first document end at or past `shard_tokens`, so that a document longer than that is still one
+    document of one shard. The same documents give the same files, however they are cut into calls of `append`.
     """
 
     def __init__(
         self, corpus: Path, split: str, *, task: int, shard_tokens: int, docs_schema: pa.Schema | None
     ) -> None:
+        assert shard_tokens > 0, "a shard has room for a token"
         self._folder = corpus / split
         self._task = task
         self._shard_tokens = shard_tokens
@@ -217,6 +184,7 @@ class SplitWriter:
     ) -> None:
         """Append whole documents (`ShardWriter.append`); `num_bytes`, one a document, where there is no provenance."""
         ends = np.cumsum(lengths, dtype=np.int64)
+        assert len(tokens) == (int(ends[-1]) if len(ends) else 0), "lengths sum to the tokens"
         document = 0
         while document < len(ends):
             writer = self._writer()

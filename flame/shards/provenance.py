@@ -1,0 +1,140 @@
+"""Provenance: docs.parquet beside a shard, a row a document, in the documents' order."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from flame.errors import CorpusError
+from flame.files import fsync_file, named_disk_errors, publish, temporary_path
+from flame.shards.format import RESTORE, unreadable_file
+
+PROVENANCE_FIELDS = (
+    pa.field("source_file", pa.string()),
+    pa.field("row", pa.uint64()),
+    pa.field("num_bytes", pa.uint32()),
+)
+ROW_GROUP_ROWS = 1 << 14
+
+
+class ProvenanceFile:
+    """One docs.parquet being written, in row groups of a fixed size: the same file, however its rows are appended.
+
+    Kept in memory: the rows of one row group. `seal`, then `publish`; or `abort`, which leaves nothing behind.
+    """
+
+    def __init__(self, path: Path, schema: pa.Schema) -> None:
+        self._path = path
+        self._temporary = temporary_path(path)
+        self._schema = schema
+        self._waiting: list[pa.Table] = []
+        self._num_waiting = 0
+        with named_disk_errors(path):
+            # dictionaries (source_file) are parquet's own here; page checksums let `verify` see a flipped bit
+            self._writer = pq.ParquetWriter(self._temporary, schema, compression="zstd", write_page_checksum=True)
+
+    def append(self, docs: pa.Table) -> None:
+        """Append rows: the schema's columns, by name."""
+        self._waiting.append(docs.select(self._schema.names).cast(self._schema))
+        self._num_waiting += docs.num_rows
+        if self._num_waiting >= ROW_GROUP_ROWS:
+            table = pa.concat_tables(self._waiting)
+            whole = self._num_waiting - self._num_waiting % ROW_GROUP_ROWS
+            self._write(table.slice(0, whole))
+            self._waiting, self._num_waiting = [table.slice(whole)], self._num_waiting - whole
+
+    def _write(self, table: pa.Table) -> None:
+        with named_disk_errors(self._path, table.nbytes):
+            self._writer.write_table(table.combine_chunks(), row_group_size=ROW_GROUP_ROWS)
+
+    def seal(self) -> None:
+        """Write what is left, make the bytes durable and close; the name is still temporary."""
+        if self._num_waiting:
+            self._write(pa.concat_tables(self._waiting))
+        with named_disk_errors(self._path):
+            self._writer.close()
+            fsync_file(self._temporary)
+
+    def publish(self) -> None:
+        """Give the sealed file its name."""
+        publish(self._temporary, self._path)
+
+    def abort(self) -> None:
+        """Close and delete what was written."""
+        try:
+            self._writer.close()
+        except OSError:
+            pass  # closing writes a footer, and a full disk may be why this is aborted
+        finally:
+            self._temporary.unlink(missing_ok=True)
+
+
+class ProvenanceReader:
+    """Reads single rows, keeping the last row group: the rows of neighbours come from one read."""
+
+    def __init__(self) -> None:
+        self._last: tuple[Path, int, pa.Table] | None = None
+
+    def row(self, path: Path, row: int, *, num_documents: int) -> dict[str, Any]:
+        """Return a row as JSON has it (no NaN; times and bytes as text), {} where the file is absent.
+
+        Raises `CorpusError` if the file cannot be read or has not `num_documents` rows. Cost: one row group.
+        """
+        last = self._last
+        if last is None or last[0] != path or not 0 <= row - last[1] < last[2].num_rows:
+            try:
+                last = (path, *_row_group_of(path, row, num_documents))
+            except FileNotFoundError:
+                return {}
+            except (OSError, pa.ArrowException) as error:
+                raise damaged(path, error) from error
+            self._last = last
+        return {name: as_json(value) for name, value in last[2].slice(row - last[1], 1).to_pylist()[0].items()}
+
+
+def _row_group_of(path: Path, row: int, num_documents: int) -> tuple[int, pa.Table]:
+    """Return the row group that holds a row, and its own first row."""
+    with pq.ParquetFile(path, page_checksum_verification=True) as file:
+        if file.metadata.num_rows != num_documents:
+            raise CorpusError(
+                "the provenance of a shard is not that of its documents",
+                where=path,
+                got=f"{file.metadata.num_rows} rows",
+                expected=f"{num_documents} rows, one a document",
+                fix=RESTORE,
+            )
+        first = 0
+        for group in range(file.num_row_groups):
+            num_rows = file.metadata.row_group(group).num_rows
+            if row < first + num_rows:
+                return first, file.read_row_group(group)
+            first += num_rows
+    raise CorpusError("the provenance of a shard has fewer rows than it says", where=path, fix=RESTORE)
+
+
+def damaged(path: Path, error: Exception) -> CorpusError:
+    """Return the error for a docs.parquet that cannot be read."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return unreadable_file(path, error)
+    detail = " ".join(str(error).split())
+    return CorpusError("the provenance of a shard cannot be read", where=path, got=detail, fix=RESTORE)
+
+
+def as_json(value: Any) -> Any:
+    """Return a value of a kept column as JSON can hold it: NaN and infinities become null, other types text."""
+    if value is None or isinstance(value, (str, bool, int)):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): as_json(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [as_json(item) for item in value]
+    if isinstance(value, bytes):
+        return value.decode("utf-8", "backslashreplace")
+    return value.isoformat() if hasattr(value, "isoformat") else str(value)
