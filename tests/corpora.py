@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from flame.shards.fingerprint import tokenizer_fingerprint
 from flame.shards.format import TOKENIZER_FOLDER
-from flame.shards.manifest import Manifest, SplitInfo, TokenizerInfo, write_manifest
+from flame.shards.manifest import Manifest, ShardInfo, SplitInfo, TokenizerInfo, write_manifest
 from flame.shards.writer import PROVENANCE_FIELDS, SplitWriter
 
 
@@ -27,34 +27,34 @@ def make_corpus(
     provenance: bool = True,
 ) -> Path:
     """Write and seal a corpus of these token lists, each closed by EOS here; `tokenizer` is a folder to copy."""
-    schema = pa.schema(PROVENANCE_FIELDS) if provenance else None
-    splits = {}
-    for name, lists in {"train": documents, "val": val}.items():
-        if not lists:
-            continue
-        writer = SplitWriter(folder, name, task=0, shard_tokens=shard_tokens, docs_schema=schema)
-        for row, tokens in enumerate(lists):
-            ids = np.array([*tokens, eos_id], dtype=np.uint32)
-            docs = pa.table({"source_file": [f"{name}.jsonl"], "row": [row], "num_bytes": [len(tokens)]})
-            lengths = np.array([len(ids)])
-            if provenance:
-                writer.append(ids, lengths, docs)
-            else:
-                writer.append(ids, lengths, num_bytes=np.array([len(tokens)]))
-        splits[name] = SplitInfo.of(tuple(writer.finish()))
+    splits = {
+        name: SplitInfo.of(write_split(folder, name, lists, eos_id, shard_tokens, provenance))
+        for name, lists in {"train": documents, "val": val}.items()
+        if lists
+    }
     tokenizer_json = b"{}"
     if tokenizer is not None:
         shutil.copytree(tokenizer, folder / TOKENIZER_FOLDER)
         tokenizer_json = (tokenizer / "tokenizer.json").read_bytes()
-    info = TokenizerInfo(
-        fingerprint=tokenizer_fingerprint(
-            tokenizer_json, bos_id=None, eos_id=eos_id, bos="never", special_text="plain"
-        ),
-        vocab_size=vocab_size,
-        bos_id=None,
-        eos_id=eos_id,
-        bos="never",
-        special_text="plain",
-    )
-    write_manifest(folder, Manifest(tokenizer=info, splits=splits))
+    write_manifest(folder, Manifest(tokenizer=tokenizer_info(tokenizer_json, eos_id, vocab_size), splits=splits))
     return folder
+
+
+def tokenizer_info(tokenizer_json: bytes, eos_id: int, vocab_size: int) -> TokenizerInfo:
+    """Return what a manifest says of a tokenizer that adds no BOS."""
+    policies = {"bos_id": None, "eos_id": eos_id, "bos": "never", "special_text": "plain"}
+    fingerprint = tokenizer_fingerprint(tokenizer_json, **policies)
+    return TokenizerInfo(fingerprint=fingerprint, vocab_size=vocab_size, **policies)
+
+
+def write_split(
+    folder: Path, name: str, lists: Sequence[Sequence[int]], eos_id: int, shard_tokens: int, provenance: bool
+) -> tuple[ShardInfo, ...]:
+    """Write a split's shards; document i has row i of `<split>.jsonl`, and one byte of text a token."""
+    schema = pa.schema(PROVENANCE_FIELDS) if provenance else None
+    writer = SplitWriter(folder, name, task=0, shard_tokens=shard_tokens, docs_schema=schema)
+    tokens = np.array([token for tokens in lists for token in [*tokens, eos_id]], dtype=np.uint32)
+    num_bytes = np.array([len(tokens) for tokens in lists])
+    docs = pa.table({"source_file": [f"{name}.jsonl"] * len(lists), "row": range(len(lists)), "num_bytes": num_bytes})
+    writer.append(tokens, num_bytes + 1, docs if provenance else None, num_bytes=num_bytes)
+    return tuple(writer.finish())
