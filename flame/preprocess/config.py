@@ -1,0 +1,158 @@
+"""What `flame-preprocess build` can be asked: its options, checked as far as the command line alone can tell."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from flame.config import option, parse_count
+from flame.errors import UsageError
+
+DEFAULT_SHARD_TOKENS = 2**28
+DEFAULT_BLOCK_TOKENS = 2**22
+RESERVED_COLUMNS = ("source_file", "row", "num_bytes")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuildOptions:
+    """The options of one build."""
+
+    dataset: tuple[str, ...] = option(
+        help="files, patterns or folders to read, in this order (several: repeat the option or separate by commas); a "
+        "folder is read with its subfolders in natural order (part-2 before part-10). Parquet, and jsonl and txt "
+        "(one document a line) plain or as .gz or .zst. In a folder, names that begin with . or _, *.md, README* and "
+        "LICENSE* are passed over; any other file that is no text is refused",
+        metavar="PATH",
+        repeat=True,
+    )
+    tokenizer: Path = option(help="folder with a tokenizer.json (and tokenizer_config.json), or such a file")
+    output: Path = option(help="corpus folder to write", aliases=("path",))
+
+    data_dir: str | None = option(None, help="folder inside the dataset to read", metavar="DIR")
+    data_files: tuple[str, ...] = option((), help="patterns inside the dataset to read, comma separated")
+    dataset_name: str | None = option(None, help="configuration of a hub dataset: not available yet")
+    dataset_split: str | None = option(None, help="split of a dataset: files are `train`; others not available yet")
+    text_column: str | None = option(
+        None, help="column or key of the text, a.b for a nested one; default text, then content", metavar="NAME"
+    )
+    keep_columns: tuple[str, ...] = option(
+        (),
+        help="columns to keep beside each document in docs.parquet, comma separated (from jsonl: as strings, what is "
+        "no string as its JSON)",
+        metavar="NAMES",
+    )
+    provenance: bool = option(True, help="keep docs.parquet: source file, row and size of each document")
+    limit_documents: int | None = option(
+        None,
+        help="read only the first documents of the input, in order, for trials",
+        unit="documents",
+        parse=parse_count,
+    )
+    limit_bytes: int | None = option(
+        None, help="read only about the first bytes of text, in order, for trials", unit="bytes", parse=parse_count
+    )
+
+    eos_token: str | None = option(None, help="token that ends each document; default the tokenizer config's eos_token")
+    bos: str = option(
+        "auto",
+        choices=("auto", "always", "never"),
+        help="begin each document with BOS; auto does as the tokenizer's own settings say",
+    )
+    parse_special: bool = option(False, help="let text that looks like a special token be that token, not plain text")
+
+    shuffle: bool = option(True, help="deal the input to tasks in a seeded order, and shuffle documents within blocks")
+    no_shuffle: bool = option(False, help="keep the input's order: the same as --shuffle false")
+    shuffle_block_tokens: int = option(
+        DEFAULT_BLOCK_TOKENS, help="documents are shuffled within blocks of this size", unit="tokens", parse=parse_count
+    )
+    seed: int = option(42, help="seed of the shuffle")
+    val_fraction: float = option(
+        0.0, help="share of documents held out as the split `val`, chosen by the text itself (0 = no split)"
+    )
+    shard_tokens: int = option(
+        DEFAULT_SHARD_TOKENS, help="a shard ends at the first document end past this", unit="tokens", parse=parse_count
+    )
+    on_error: str = option(
+        "fail",
+        choices=("fail", "skip"),
+        help="malformed lines, invalid UTF-8 and damaged files: fail, or skip, count and keep samples in rejects/ "
+        "(null, empty and blank texts are always counted and left out)",
+    )
+
+    num_workers: int | None = option(None, help="processes; default one for each CPU. Changes no byte of the result")
+    batch_size: int = option(
+        1024, help="most documents given to the tokenizer at once (1,024 are read at a time)", unit="documents"
+    )
+    engine: str = option(
+        "auto",
+        choices=("auto", "hf", "gigatoken", "fastokens"),
+        help="what tokenizes: hf is Hugging Face's tokenizers; gigatoken and fastokens are not available yet",
+    )
+    executor: str = option("local", choices=("local", "ray"), help="where tasks run; ray is not available yet")
+    task_range: str | None = option(None, help="share i/n of an array job: not available yet", metavar="I/N")
+    seal: bool = option(False, help="seal what array jobs built: not available yet")
+    dedup: bool = option(False, help="drop exact copies: not available yet")
+    where: str | None = option(None, help="keep rows for which this holds: not available yet", metavar="EXPRESSION")
+    data_probs: str | None = option(None, help="moved: a corpus is one source, `flame-mix create` weighs several")
+
+    def __post_init__(self) -> None:
+        self._refuse_what_is_absent()
+        for name in ("limit_documents", "limit_bytes", "num_workers", "batch_size", "shard_tokens"):
+            self._require_positive(name)
+        self._require_positive("shuffle_block_tokens")
+        if not 0 <= self.val_fraction < 1:
+            raise UsageError(f"--val_fraction cannot be {self.val_fraction}", expected="0 ≤ val_fraction < 1")
+        if self.batch_size > 1024:
+            raise UsageError(f"--batch_size cannot be {self.batch_size}", expected="1 to 1024 documents")
+        reserved = sorted(set(self.keep_columns) & set(RESERVED_COLUMNS))
+        if reserved:
+            raise UsageError(
+                f"--keep_columns cannot keep {reserved[0]!r}", expected="names that docs.parquet does not use itself"
+            )
+        if len(set(self.keep_columns)) != len(self.keep_columns):
+            raise UsageError("--keep_columns names a column twice", got=",".join(self.keep_columns))
+        if self.keep_columns and not self.provenance:
+            raise UsageError("--keep_columns needs the docs.parquet that --provenance false leaves out")
+
+    def _require_positive(self, name: str) -> None:
+        value = getattr(self, name)
+        if value is not None and value < 1:
+            raise UsageError(f"--{name} cannot be {value}", expected="1 or more")
+
+    def _refuse_what_is_absent(self) -> None:
+        if self.data_probs is not None:
+            raise UsageError(
+                "--data_probs is not an option of build: a corpus is one source",
+                fix="Build each dataset into its own corpus, then weigh them: "
+                "flame-mix create --source a=corpora/a:0.7 --source b=corpora/b:0.3 --output mix.json",
+            )
+        absent = {
+            "engine": (self.engine in ("gigatoken", "fastokens"), "Use --engine hf"),
+            "executor": (self.executor == "ray", "Use --executor local"),
+            "task_range": (self.task_range is not None, "Run one build with --num_workers"),
+            "seal": (self.seal, "A build of --executor local seals by itself"),
+            "dedup": (self.dedup, "Drop copies before building"),
+            "where": (self.where is not None, "Filter the files before building"),
+            "dataset_name": (self.dataset_name is not None, _DOWNLOAD),
+            "dataset_split": (self.dataset_split not in (None, "train"), _DOWNLOAD),
+        }
+        for name, (asked, fix) in absent.items():
+            if asked:
+                raise UsageError(f"--{name} {getattr(self, name)} is not available yet".replace(" True", ""), fix=fix)
+
+    @property
+    def shuffled(self) -> bool:
+        return self.shuffle and not self.no_shuffle
+
+    @property
+    def worker_count(self) -> int:
+        return self.num_workers if self.num_workers is not None else len(os.sched_getaffinity(0))
+
+    @property
+    def text_columns(self) -> tuple[str, ...]:
+        """The names to look for, in order."""
+        return ("text", "content") if self.text_column is None else (self.text_column,)
+
+
+_DOWNLOAD = "Download the dataset's files and name their folder or a pattern in --dataset"

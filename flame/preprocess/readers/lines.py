@@ -1,0 +1,181 @@
+"""Texts of line files: jsonl (an object a line) and txt (a document a line), with the byte offset of each line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from flame.preprocess.plan import COMPRESSION_RATIO, Piece
+from flame.preprocess.readers.columns import Columns
+from flame.preprocess.readers.stream import ByteStream, DamagedStreamError, line_number, lines_between, range_stream
+from flame.preprocess.rejects import Rejects
+from flame.preprocess.texts import (
+    BATCH_BYTES,
+    BATCH_DOCUMENTS,
+    Documents,
+    decode_utf8,
+    make_documents,
+    replace_surrogates,
+)
+
+MISSING: Any = object()
+
+
+def read_jsonl(piece: Piece, columns: Columns, rejects: Rejects) -> Iterator[Documents]:
+    """Yield the documents of a jsonl piece: objects whose text is a string that is not blank."""
+    batch = _Batch(piece, columns)
+    for offset, line in _whole_lines(piece, batch.stream, rejects):
+        if not line or line.isspace():
+            continue
+        value = _parse(line, offset, piece, rejects)
+        if value is None:
+            continue
+        text = lookup(value, columns.text)
+        if text is MISSING:
+            rejects.count("missing")
+        elif text is not None and not isinstance(text, str):
+            rejects.count("not_text")
+        else:
+            batch.add(offset, text, [_kept_text(lookup(value, name)) for name in columns.kept_names])
+            if batch.is_full:
+                yield batch.take(rejects)
+    yield batch.take(rejects)
+
+
+def read_txt(piece: Piece, columns: Columns, rejects: Rejects) -> Iterator[Documents]:
+    """Yield the documents of a txt piece: each line is one, blank lines are counted as empty."""
+    batch = _Batch(piece, columns)
+    kept: list[str | None] = [None] * len(columns.kept_names)
+    for offset, line in _whole_lines(piece, batch.stream, rejects):
+        text = decode_utf8(line, rejects)
+        if text is None:
+            _malformed("invalid_utf8", "a line is no valid UTF-8", line, offset, piece, rejects)
+            continue
+        batch.add(offset, text, kept)
+        if batch.is_full:
+            yield batch.take(rejects)
+    yield batch.take(rejects)
+
+
+def lookup(value: dict[str, Any], name: str) -> Any:
+    """Return what `name` holds, `a.b` inside the object `a` unless a key is so called; `MISSING` where nothing does."""
+    if name in value or "." not in name:
+        return value.get(name, MISSING)
+    found: Any = value
+    for key in name.split("."):
+        if not isinstance(found, dict) or key not in found:
+            return MISSING
+        found = found[key]
+    return found
+
+
+def parse_object(text: str) -> dict[str, Any]:
+    """Return the JSON object that a line is; `ValueError` says what else it is."""
+    try:
+        value = json.loads(text)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"expected an object, got {type(value).__name__}")
+    return value
+
+
+def _parse(line: bytes, offset: int, piece: Piece, rejects: Rejects) -> dict[str, Any] | None:
+    text = decode_utf8(line, rejects)
+    if text is None:
+        _malformed("invalid_utf8", "a line is no valid UTF-8", line, offset, piece, rejects)
+        return None
+    try:
+        return parse_object(text)
+    except ValueError as error:
+        _malformed("malformed_json", f"a line is no JSON object: {error}", line, offset, piece, rejects)
+        return None
+
+
+def _kept_text(value: Any) -> str | None:
+    if value is MISSING or value is None or isinstance(value, str):
+        return None if value is MISSING else value
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _whole_lines(piece: Piece, stream: ByteStream, rejects: Rejects) -> Iterator[tuple[int, bytes]]:
+    try:
+        yield from lines_between(stream, piece.start, piece.stop)
+    except DamagedStreamError as error:
+        rejects.malformed(
+            error.reason,
+            f"a compressed file is damaged: {error}",
+            path=piece.path,
+            row=stream.consumed,
+            place=lambda: f"line {line_number(piece.path, piece.compression, 2**63)}",
+        )
+
+
+def _malformed(reason: str, what: str, line: bytes, offset: int, piece: Piece, rejects: Rejects) -> None:
+    rejects.malformed(
+        reason,
+        what,
+        path=piece.path,
+        row=offset,
+        place=lambda: f"line {line_number(piece.path, piece.compression, offset)}",
+        sample=line,
+    )
+
+
+class _Batch:
+    """Candidates on their way to being `Documents`: a fixed number, so that a file's batches are always the same."""
+
+    def __init__(self, piece: Piece, columns: Columns) -> None:
+        self.stream = range_stream(piece.path, piece.compression, piece.start)
+        self._piece = piece
+        self._columns = columns
+        self._consumed = self.stream.consumed
+        self._clear()
+
+    def _clear(self) -> None:
+        self._rows: list[int] = []
+        self._texts: list[str | None] = []
+        self._kept: list[list[str | None]] = [[] for _ in self._columns.kept_names]
+        self._characters = 0
+
+    def add(self, offset: int, text: str | None, kept: list[str | None]) -> None:
+        self._rows.append(offset)
+        self._texts.append(text)
+        self._characters += 0 if text is None else len(text)
+        for values, value in zip(self._kept, kept, strict=True):
+            values.append(value)
+
+    @property
+    def is_full(self) -> bool:
+        return len(self._rows) >= BATCH_DOCUMENTS or self._characters >= BATCH_BYTES
+
+    def take(self, rejects: Rejects) -> Documents:
+        """Return the candidates that are documents, and begin again."""
+        texts = _string_array(self._texts, rejects)
+        kept = None
+        if self._kept:
+            arrays = [_string_array(values, None) for values in self._kept]
+            kept = pa.table(arrays, names=list(self._columns.kept_names))
+        rows = np.array(self._rows, dtype=np.uint64)
+        consumed = self.stream.consumed
+        progress = (consumed - self._consumed) * (1 if self._piece.compression is None else COMPRESSION_RATIO)
+        self._consumed = consumed
+        self._clear()
+        return make_documents(texts, rows, kept, rejects, path=self._piece.path, progress_bytes=progress)
+
+
+def _string_array(values: list[str | None], rejects: Rejects | None) -> pa.LargeStringArray:
+    try:
+        return pa.array(values, pa.large_string())
+    except UnicodeEncodeError:
+        return pa.array([_encodable(value, rejects) for value in values], pa.large_string())
+
+
+def _encodable(value: str | None, rejects: Rejects | None) -> str | None:
+    if value is None or not any("\ud800" <= character <= "\udfff" for character in value):
+        return value
+    return replace_surrogates(value, rejects)

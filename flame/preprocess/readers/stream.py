@@ -1,0 +1,161 @@
+"""Lines of a text file with their byte offsets, plain or compressed, in bounded memory."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from typing import BinaryIO
+
+import zstandard
+
+CHUNK_BYTES = 2**20
+# Small, because a compressed chunk may hold a thousand times its size.
+COMPRESSED_CHUNK_BYTES = 2**15
+BOM = b"\xef\xbb\xbf"
+MAX_WINDOW_BYTES = 2**31
+
+
+class DamagedStreamError(Exception):
+    """A compressed file ends too early (`reason` "truncated") or does not decompress ("corrupt")."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(detail)
+        self.reason = reason
+
+
+class ByteStream:
+    """The decompressed bytes of a file from `start` on; `consumed` is how far the file itself was read."""
+
+    def __init__(self, path: str, compression: str | None, start: int = 0) -> None:
+        assert compression is None or start == 0, "a compressed file is read from its beginning"
+        self.path = path
+        self.compression = compression
+        self.start = start
+        self.consumed = start
+
+    def chunks(self) -> Iterator[bytes]:
+        """Yield the bytes; raises `DamagedStreamError` after all that could be read."""
+        with open(self.path, "rb") as file:
+            file.seek(self.start)
+            raw = self._raw(file)
+            if self.compression is None:
+                yield from raw
+            elif self.compression == "gzip":
+                yield from _gunzip(raw)
+            else:
+                yield from _unzstd(raw)
+
+    def _raw(self, file: BinaryIO) -> Iterator[bytes]:
+        size = CHUNK_BYTES if self.compression is None else COMPRESSED_CHUNK_BYTES
+        while chunk := file.read(size):
+            self.consumed += len(chunk)
+            yield chunk
+
+
+def _gunzip(raw: Iterator[bytes]) -> Iterator[bytes]:
+    member = zlib.decompressobj(wbits=31)
+    begun = False
+    for data in raw:
+        begun = True
+        while data:
+            if member.eof:
+                data = data.lstrip(b"\0")  # zero bytes after a member are padding, as gzip itself has it
+                if not data:
+                    break
+                member = zlib.decompressobj(wbits=31)
+            yield from _inflate(member, data)
+            data = member.unused_data
+    if not (begun and member.eof):
+        raise DamagedStreamError("truncated", "the gzip stream ends before its end mark")
+
+
+def _inflate(member: zlib._Decompress, data: bytes) -> Iterator[bytes]:
+    """Yield what `data` holds in pieces of bounded size, up to the end of the member."""
+    while True:
+        try:
+            text = member.decompress(data, CHUNK_BYTES)
+        except zlib.error as error:
+            raise DamagedStreamError("corrupt", str(error)) from error
+        if text:
+            yield text
+        data = member.unconsumed_tail
+        if member.eof or (not data and len(text) < CHUNK_BYTES):
+            return
+
+
+def _unzstd(raw: Iterator[bytes]) -> Iterator[bytes]:
+    decompressor = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES)
+    frame = decompressor.decompressobj()
+    begun = False
+    for chunk in raw:
+        data = chunk
+        while data:
+            if frame.eof:
+                frame = decompressor.decompressobj()
+            begun = True
+            try:
+                text = frame.decompress(data)
+            except zstandard.ZstdError as error:
+                raise DamagedStreamError("corrupt", str(error)) from error
+            if text:
+                yield text
+            data = frame.unused_data if frame.eof else b""
+    if not (begun and frame.eof):
+        raise DamagedStreamError("truncated", "the zstd stream ends before its last frame does")
+
+
+def lines_between(stream: ByteStream, start: int, stop: int | None) -> Iterator[tuple[int, bytes]]:
+    """Yield (byte offset, line without its end) of every line that *begins* in [start, stop); None is the file's end.
+
+    `stream` comes from `range_stream` with the same start. Lines end at LF; a CR before it is dropped, and so is a byte
+    order mark before the first. A range that starts inside a line leaves that line to the range before it. On a
+    damaged stream the unfinished line is not given.
+    """
+    for offset, line in _lines(stream):
+        if stop is not None and offset >= stop:
+            return
+        if offset >= start:
+            yield offset, _without_ends(line, offset)
+
+
+def range_stream(path: str, compression: str | None, start: int) -> ByteStream:
+    """Return the stream for the lines that begin at or after `start`: one byte earlier, to see whether a line does."""
+    return ByteStream(path, compression, max(start - 1, 0))
+
+
+def _lines(stream: ByteStream) -> Iterator[tuple[int, bytes]]:
+    offset = stream.start
+    pending: list[bytes] = []
+    for chunk in stream.chunks():
+        parts = chunk.split(b"\n")
+        pending.append(parts[0])
+        if len(parts) == 1:
+            continue
+        for line in (b"".join(pending), *parts[1:-1]):
+            yield offset, line
+            offset += len(line) + 1
+        pending = [parts[-1]]
+    last = b"".join(pending)
+    if last:
+        yield offset, last
+
+
+def line_number(path: str, compression: str | None, offset: int) -> int:
+    """Return the 1-based number of the line that begins at `offset`: one more reading, to word an error."""
+    newlines = 0
+    left = offset
+    try:
+        for chunk in ByteStream(path, compression).chunks():
+            newlines += chunk.count(b"\n", 0, left)
+            left -= len(chunk)
+            if left <= 0:
+                break
+    except DamagedStreamError:
+        pass
+    return newlines + 1
+
+
+def _without_ends(line: bytes, offset: int) -> bytes:
+    if offset == 0 and line.startswith(BOM):
+        line = line[len(BOM) :]
+    return line[:-1] if line.endswith(b"\r") else line

@@ -1,0 +1,67 @@
+"""What a task refuses: counted by reason, never dropped in silence."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from flame.errors import InputError
+from flame.files import write_text
+
+MAX_SAMPLES = 1000
+SAMPLE_CHARACTERS = 200
+
+
+@dataclass(kw_only=True)
+class Rejects:
+    """Counts of what was left out, and samples of what was malformed.
+
+    `on_error` is the user's policy for malformed input: `fail` raises `InputError` at the first, `skip` counts it and
+    keeps up to `MAX_SAMPLES` samples. Null, empty and blank texts are counted under either.
+    """
+
+    on_error: str
+    counts: Counter[str] = field(default_factory=Counter)
+    repaired: Counter[str] = field(default_factory=Counter)
+    samples: list[dict[str, Any]] = field(default_factory=list)
+
+    def count(self, reason: str, number: int = 1) -> None:
+        if number:
+            self.counts[reason] += number
+
+    def malformed(
+        self,
+        reason: str,
+        what: str,
+        *,
+        path: str,
+        row: int,
+        place: Callable[[], str],
+        sample: bytes = b"",
+        number: int = 1,
+    ) -> None:
+        """Raise `InputError` or count, as the policy says; `place` words where it is, and is called only to raise."""
+        if self.on_error == "fail":
+            raise InputError(
+                what,
+                where=f"{path}, {place()}",
+                got=_shown(sample) if sample else None,
+                fix="Mend or remove it, or leave such places out and count them with --on_error skip",
+            )
+        self.count(reason, number)
+        if len(self.samples) < MAX_SAMPLES:
+            self.samples.append({"source_file": path, "row": row, "reason": reason, "sample": _shown(sample)})
+
+    def write_samples(self, path: Path) -> None:
+        """Write the samples as jsonl; no file where there are none."""
+        if self.samples:
+            write_text(path, "".join(json.dumps(sample, ensure_ascii=False) + "\n" for sample in self.samples))
+
+
+def _shown(sample: bytes) -> str:
+    text = sample[: 4 * SAMPLE_CHARACTERS].decode("utf-8", "backslashreplace")
+    return text if len(text) <= SAMPLE_CHARACTERS else text[:SAMPLE_CHARACTERS] + "…"

@@ -1,0 +1,205 @@
+"""One task from its pieces to its receipt: read, tokenize, shuffle, write. The same wherever and whenever it runs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from flame.errors import TokenizerError
+from flame.files import named_disk_errors, write_json
+from flame.preprocess.blocks import INTERLEAVED_PIECES, BlockShuffler, Tokenized, interleave, write
+from flame.preprocess.engines import Encode
+from flame.preprocess.folder import VAL_PARTS, receipt_path, rejects_path
+from flame.preprocess.holdout import HASH_COLUMN, HASH_TYPE, held_out, text_hashes
+from flame.preprocess.plan import Task
+from flame.preprocess.readers.columns import Columns
+from flame.preprocess.readers.formats import read_piece
+from flame.preprocess.rejects import Rejects
+from flame.preprocess.texts import Documents, tokenizer_batches
+from flame.shards.writer import PROVENANCE_FIELDS, SplitWriter
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskSettings:
+    """What every task of a build is told. `shuffle_seed` None keeps the input's order."""
+
+    corpus: Path
+    plan_digest: str
+    columns: Columns
+    provenance: bool
+    eos_id: int
+    bos_id: int | None
+    batch_size: int
+    shuffle_seed: int | None
+    shuffle_block_tokens: int
+    shard_tokens: int
+    val_fraction: float
+    on_error: str
+    engine: str
+
+    @property
+    def docs_schema(self) -> pa.Schema | None:
+        return pa.schema([*PROVENANCE_FIELDS, *self.columns.kept]) if self.provenance else None
+
+    @property
+    def val_schema(self) -> pa.Schema:
+        """The schema of held-out documents until sealing: their size and hash whether or not provenance is kept."""
+        return pa.schema([*PROVENANCE_FIELDS, *self.columns.kept, pa.field(HASH_COLUMN, HASH_TYPE)])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """What has been done since the last report."""
+
+    input_bytes: int = 0
+    num_documents: int = 0
+    num_tokens: int = 0
+
+
+def run_task(task: Task, settings: TaskSettings, encode: Encode, report: Callable[[Progress], None]) -> dict[str, Any]:
+    """Write the task's shards, its rejects and, last, its receipt, which is returned.
+
+    Nothing is left under a final name without a receipt that counts, nothing under a temporary one if an error is
+    raised. Cost: memory is bounded by a block, `INTERLEAVED_PIECES` batches of text and the largest document.
+    """
+    rejects = Rejects(on_error=settings.on_error)
+    train = SplitWriter(
+        settings.corpus, "train", task=task.index, shard_tokens=settings.shard_tokens, docs_schema=settings.docs_schema
+    )
+    val = SplitWriter(
+        settings.corpus / VAL_PARTS.parent,
+        VAL_PARTS.name,
+        task=task.index,
+        shard_tokens=settings.shard_tokens,
+        docs_schema=settings.val_schema,
+    )
+    try:
+        with named_disk_errors(settings.corpus):
+            _write_documents(task, settings, encode, report, rejects, train, val)
+            splits = {"train": train.finish(), VAL_PARTS.name: val.finish()}
+            rejects.write_samples(rejects_path(settings.corpus, task.index))
+    except BaseException:
+        train.abort()
+        val.abort()
+        raise
+    receipt = {
+        "task": task.index,
+        "plan": settings.plan_digest,
+        "engine": settings.engine,
+        "rejects": dict(sorted(rejects.counts.items())),
+        "repaired": dict(sorted(rejects.repaired.items())),
+        "splits": {name: [dataclasses.asdict(shard) for shard in shards] for name, shards in splits.items()},
+    }
+    write_json(receipt_path(settings.corpus, task.index), receipt)
+    return receipt
+
+
+def _write_documents(
+    task: Task,
+    settings: TaskSettings,
+    encode: Encode,
+    report: Callable[[Progress], None],
+    rejects: Rejects,
+    train: SplitWriter,
+    val: SplitWriter,
+) -> None:
+    shuffler = BlockShuffler(
+        train, block_tokens=settings.shuffle_block_tokens, key=f"block|{settings.shuffle_seed}|{task.index}"
+    )
+    pieces = (read_piece(piece, settings.columns, rejects) for piece in task.pieces)
+    for documents in interleave(pieces, 1 if settings.shuffle_seed is None else INTERLEAVED_PIECES):
+        report(Progress(input_bytes=documents.progress_bytes))
+        for tokenized, texts in _tokenize(documents, settings, encode, rejects):
+            report(Progress(num_documents=len(tokenized), num_tokens=len(tokenized.tokens)))
+            kept = tokenized
+            if settings.val_fraction > 0:
+                kept = _hold_out(tokenized, texts, settings.val_fraction, val)
+            if not settings.provenance:
+                kept = dataclasses.replace(kept, docs=None)
+            if settings.shuffle_seed is None:
+                write(train, kept)
+            else:
+                shuffler.append(kept)
+    shuffler.flush()
+
+
+def _tokenize(
+    documents: Documents, settings: TaskSettings, encode: Encode, rejects: Rejects
+) -> Iterator[tuple[Tokenized, pa.LargeStringArray]]:
+    """Yield the documents with their ids, BOS and EOS, and their texts; a text without a token is refused."""
+    for start, stop in tokenizer_batches(documents, settings.batch_size):
+        texts = documents.texts.slice(start, stop - start)
+        rows, num_bytes = documents.rows[start:stop], documents.num_bytes[start:stop]
+        kept = None if documents.kept is None else documents.kept.slice(start, stop - start)
+        try:
+            ids, lengths = encode(texts)
+        except Exception as error:
+            raise TokenizerError(
+                "the tokenizer failed on a document",
+                where=f"{documents.path}, rows {rows[0]} to {rows[-1]}",
+                got=f"{type(error).__name__}: {error}",
+            ) from error
+        keep = lengths > 0
+        if not keep.all():
+            rejects.count("no_tokens", int(np.count_nonzero(~keep)))
+            mask = pa.array(keep)
+            texts, rows, num_bytes, lengths = texts.filter(mask), rows[keep], num_bytes[keep], lengths[keep]
+            kept = None if kept is None else kept.filter(mask)
+        tokens, lengths = add_ends(ids, lengths, bos_id=settings.bos_id, eos_id=settings.eos_id)
+        docs = _provenance(documents.path, rows, num_bytes, kept)
+        yield Tokenized(tokens=tokens, lengths=lengths, num_bytes=num_bytes, docs=docs), texts
+
+
+def add_ends(
+    ids: NDArray[np.uint32], lengths: NDArray[np.int64], *, bos_id: int | None, eos_id: int
+) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
+    """Return the documents each ended by exactly one EOS and, with `bos_id`, begun by one BOS; none is doubled.
+
+    `lengths` are at least 1 and sum to `len(ids)`.
+    """
+    ends = np.cumsum(lengths)
+    without_eos = ids[ends - 1] != eos_id
+    new_lengths = lengths + without_eos
+    if bos_id is not None:
+        without_bos = ids[ends - lengths] != bos_id
+        new_lengths += without_bos
+    new_ends = np.cumsum(new_lengths)
+    added = np.zeros(int(new_ends[-1]) if len(new_ends) else 0, dtype=bool)
+    added[new_ends[without_eos] - 1] = True
+    tokens = np.empty(len(added), dtype=np.uint32)
+    if bos_id is not None:
+        new_starts = (new_ends - new_lengths)[without_bos]
+        added[new_starts] = True
+        tokens[new_starts] = bos_id
+    tokens[new_ends[without_eos] - 1] = eos_id
+    tokens[~added] = ids
+    return tokens, new_lengths
+
+
+def _provenance(path: str, rows: NDArray[np.uint64], num_bytes: NDArray[np.int64], kept: pa.Table | None) -> pa.Table:
+    arrays = [pa.repeat(pa.scalar(path), len(rows)), pa.array(rows), pa.array(num_bytes.astype(np.uint32))]
+    table = pa.table(arrays, schema=pa.schema(PROVENANCE_FIELDS))
+    if kept is not None:
+        for field in kept.schema:
+            table = table.append_column(field, kept.column(field.name))
+    return table
+
+
+def _hold_out(tokenized: Tokenized, texts: pa.LargeStringArray, val_fraction: float, val: SplitWriter) -> Tokenized:
+    """Write what is held out, with the hash by which copies are told; return the rest."""
+    mask = held_out(texts, val_fraction)
+    if not mask.any():
+        return tokenized
+    chosen = np.flatnonzero(mask)
+    documents = tokenized.take(chosen)
+    assert documents.docs is not None, "provenance is made for all, and left out when train is written"
+    hashes = text_hashes(texts.take(pa.array(chosen)))
+    val.append(documents.tokens, documents.lengths, documents.docs.append_column(HASH_COLUMN, hashes))
+    return tokenized.take(np.flatnonzero(~mask))

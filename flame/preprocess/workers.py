@@ -1,0 +1,156 @@
+"""The processes of the local executor: one that loads the tokenizer, and its forks, which run tasks.
+
+    builder ── control pipe ──> loader: imports, loads the engine, forks n workers, reports those that die
+       └────── a pipe each ───> workers: receive a task, run it, send progress and the outcome
+
+The tokenizer is loaded once and shared by all workers' memory. The loader has one thread and forks before anything
+could start another (Arrow is imported after the fork), so that the builder may hold any threads or libraries. Every
+process dies with its parent, and the workers hold a lock until the last of them is gone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import traceback
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flame.errors import FlameError
+from flame.files import exclusive_lock
+from flame.preprocess.engines import ENGINES, Encode
+
+if TYPE_CHECKING:
+    from flame.preprocess.plan import Task
+    from flame.preprocess.task import TaskSettings
+
+_PR_SET_PDEATHSIG = 1
+# One thread a process: the processes are the parallelism, and a fork must find no other thread.
+ENVIRONMENT = {
+    "TOKENIZERS_PARALLELISM": "false",
+    "RAYON_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadRequest:
+    """To the loader, first: which engine, on which tokenizer. It answers None, or the exception."""
+
+    engine: str
+    tokenizer_json: bytes
+    parse_special: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForkRequest:
+    """To the loader, second: how many workers, and the lock that they hold as long as any of them lives."""
+
+    num_workers: int
+    lock: Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class Death:
+    """From the loader: a worker ended badly; a negative code is a signal's."""
+
+    worker: int
+    exit_code: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """From a worker: what its task raised, with the traceback where it was no error of ours."""
+
+    error: FlameError
+    traceback: str | None
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when its parent does not live any more (Linux; elsewhere pipes tell)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def main() -> None:
+    """Be the loader: `PARENT CONTROL_FD WORKER_FD...` are its arguments."""
+    parent, control_fd, *worker_fds = map(int, sys.argv[1:])
+    die_with_parent(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the builder hears Ctrl-C and ends its workers
+    control = Connection(control_fd)
+    connections = [Connection(fd) for fd in worker_fds]
+    try:
+        encode = _load(control.recv())
+        control.send(None)
+        fork: ForkRequest = control.recv()
+    except EOFError:
+        return
+    except BaseException as error:
+        control.send(failure_of(error))
+        return
+    try:
+        with exclusive_lock(fork.lock, what="the tasks of this corpus"):
+            _run_workers(connections, fork.num_workers, encode, control)
+    except Exception as error:
+        control.send(failure_of(error))
+
+
+def _load(request: LoadRequest) -> Encode:
+    return ENGINES[request.engine].load(request.tokenizer_json, request.parse_special)
+
+
+def _run_workers(connections: list[Connection], num_workers: int, encode: Encode, control: Connection) -> None:
+    loader = os.getpid()
+    numbers: dict[int, int] = {}
+    for number in range(num_workers):
+        child = os.fork()
+        if child == 0:
+            die_with_parent(loader)
+            control.close()
+            for other in connections[:number] + connections[number + 1 :]:
+                other.close()
+            _work(connections[number], encode)
+        numbers[child] = number
+    for connection in connections:
+        connection.close()
+    while numbers:
+        child, status = os.wait()
+        number, exit_code = numbers.pop(child), os.waitstatus_to_exitcode(status)
+        if exit_code != 0:
+            control.send(Death(worker=number, exit_code=exit_code))
+
+
+def _work(connection: Connection, encode: Encode) -> None:
+    """Run the tasks that arrive until the pipe closes; never returns."""
+    try:
+        from flame.preprocess.task import run_task
+
+        settings: TaskSettings = connection.recv()
+        while True:
+            task: Task = connection.recv()
+            try:
+                run_task(task, settings, encode, connection.send)
+                connection.send(None)
+            except BaseException as error:
+                connection.send(failure_of(error))
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(1)
+
+
+def failure_of(error: BaseException) -> Failure:
+    if isinstance(error, FlameError):
+        return Failure(error=error, traceback=None)
+    detail = " ".join(f"{type(error).__name__}: {error}".split())
+    return Failure(error=FlameError("a worker failed", got=detail), traceback=traceback.format_exc())
