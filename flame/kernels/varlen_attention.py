@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -18,6 +17,8 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 MIN_PADDED_OFFSETS = 256
+# torch 2.12 and newer want to be told of fewer key heads; 2.11 takes them as they are.
+_NAMES_GROUPED_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 Attention = Callable[..., Tensor]
 """`(q_THD, k_TGD, v_TGD, cu_seqlens, max_seqlen, *, scale) -> out_THD`, with G key heads, a divisor of H."""
@@ -42,7 +43,7 @@ def torch_varlen_attention(
     Its backward adds up key gradients in an order that varies, unless `torch.use_deterministic_algorithms(True)` is on.
     """
     options: dict[str, Any] = {"scale": scale, "window_size": (-1, 0)}
-    if _names_grouped_heads():
+    if _NAMES_GROUPED_HEADS:
         options["enable_gqa"] = q_THD.shape[1] != k_TGD.shape[1]
     out_THD: Tensor = varlen_attn(  # type: ignore[assignment]
         q_THD, k_TGD, v_TGD, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, **options
@@ -74,9 +75,3 @@ def causal_attention(q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, *, scale: f
     """Causal attention `[B, H, T, D]` over whole rows, for batches without document masks: torch's own SDPA."""
     grouped = q_BHTD.shape[1] != k_BGTD.shape[1]
     return F.scaled_dot_product_attention(q_BHTD, k_BGTD, v_BGTD, is_causal=True, scale=scale, enable_gqa=grouped)
-
-
-@cache
-def _names_grouped_heads() -> bool:
-    """Return whether torch wants to be told of fewer key heads: 2.12 and newer do, 2.11 takes them as they are."""
-    return "enable_gqa" in inspect.signature(varlen_attn).parameters

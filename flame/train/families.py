@@ -33,13 +33,13 @@ class Family:
     """One kind of model.
 
     `construct(config, attention)` builds it in fp32 on the current default device, with the named implementation of
-    attention. `sequence_arguments(positions, cu_seqlens, max_seqlen)` are what its forward takes beside `input_ids`;
-    `cu_seqlens` and `max_seqlen` are None where documents are not masked. `config_refusal(config)` says why a
-    configuration cannot be trained here, or None; `packed_refusal` why packed documents cannot, or None.
+    attention. `sequence_arguments(model, positions, cu_seqlens, max_seqlen)` are what its forward takes beside
+    `input_ids`; `cu_seqlens` and `max_seqlen` are None where documents are not masked. `config_refusal(config)` says
+    why a configuration cannot be trained here, or None; `packed_refusal` why packed documents cannot, or None.
     """
 
     construct: Callable[[PretrainedConfig, str], PreTrainedModel]
-    sequence_arguments: Callable[[Tensor, Tensor | None, int | None], Arguments]
+    sequence_arguments: Callable[[Any, Tensor, Tensor | None, int | None], Arguments]
     config_refusal: Callable[[PretrainedConfig], str | None]
     packed_refusal: str | None = None
     fused_loss: bool = True
@@ -135,7 +135,7 @@ def _attention_interface(attention: str) -> Callable[..., tuple[Tensor, None]]:
     return attend
 
 
-def _decoder_arguments(positions: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None) -> Arguments:
+def _decoder_arguments(model: Any, positions: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None) -> Arguments:
     arguments: Arguments = {"position_ids": positions, "use_cache": False}
     if cu_seqlens is not None:
         arguments |= {"cu_seq_lens_q": pad_cu_seqlens(cu_seqlens), "max_length_q": max_seqlen}
@@ -176,16 +176,22 @@ def _construct_fla_transformer(config: PretrainedConfig, attention: str) -> PreT
     return model
 
 
-def _fla_arguments(positions: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None) -> Arguments:
+def _fla_arguments(model: Any, positions: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None) -> Arguments:
     arguments: Arguments = {"positions": positions, "use_cache": False}
     if cu_seqlens is not None:
         arguments |= {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
     return arguments
 
 
-def _fla_transformer_arguments(positions: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None) -> Arguments:
+def _fla_transformer_arguments(
+    model: Any, positions: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None
+) -> Arguments:
+    from flame.train.fla_modules import rotation
+
     padded = None if cu_seqlens is None else pad_cu_seqlens(cu_seqlens)
-    return _fla_arguments(positions, padded, max_seqlen)
+    arguments = _fla_arguments(model, positions, padded, max_seqlen)
+    # once for all layers: a compiled block would take the cosine anew for each head
+    return arguments | {"turn": rotation(positions, model.base_model.layers[0].attn.inv_freq)}
 
 
 def _fla_refusal(config: PretrainedConfig) -> str | None:
@@ -213,7 +219,7 @@ def _construct_generic(config: PretrainedConfig, attention: str) -> PreTrainedMo
     return _from_config(config)
 
 
-def _generic_arguments(positions: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None) -> Arguments:
+def _generic_arguments(model: Any, positions: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None) -> Arguments:
     return {"use_cache": False}
 
 

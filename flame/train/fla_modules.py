@@ -39,6 +39,7 @@ class PlainAttention(nn.Module):
         positions: Tensor,
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
+        turn: tuple[Tensor, Tensor] | None = None,
         past_key_values: None = None,
         **_: Any,
     ) -> tuple[Tensor, None, None]:
@@ -49,7 +50,8 @@ class PlainAttention(nn.Module):
         )
         if self.q_norm is not None and self.k_norm is not None:
             q_BTHD, k_BTGD = self.q_norm(q_BTHD), self.k_norm(k_BTGD)
-        q_BTHD, k_BTGD = rotate(q_BTHD, positions, self.inv_freq), rotate(k_BTGD, positions, self.inv_freq)
+        turn = rotation(positions, self.inv_freq) if turn is None else turn
+        q_BTHD, k_BTGD = rotate(q_BTHD, *turn), rotate(k_BTGD, *turn)
         scale = self.head_dim**-0.5
         if cu_seqlens is None:
             rows = (x.transpose(1, 2) for x in (q_BTHD, k_BTGD, v_BTGD))
@@ -72,13 +74,17 @@ class PlainGatedMLP(nn.Module):
         return out
 
 
-def rotate(x_BTHD: Tensor, positions_BT: Tensor, inv_freq: Tensor) -> Tensor:
-    """Return heads turned by their positions: pairs are (i, i + D/2), angles and products in fp32.
+def rotation(positions_BT: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the cosines and sines `[B, T, 1, D/2]`, in fp32, by which heads are turned at these positions."""
+    angles = (positions_BT[..., None].float() * inv_freq)[:, :, None]
+    return angles.cos(), angles.sin()
+
+
+def rotate(x_BTHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Return heads turned in the planes (i, i + D/2), in fp32 and then in the dtype of `x_BTHD`.
 
     Source: Su et al. 2021, "RoFormer", with the halves paired as in GPT-NeoX.
     """
-    angles_BT1F = (positions_BT[..., None].float() * inv_freq)[:, :, None]
-    cos, sin = angles_BT1F.cos(), angles_BT1F.sin()
     first, second = x_BTHD.float().chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x_BTHD.dtype)
 

@@ -42,7 +42,7 @@ class CausalLMLoss(nn.Module):
         `input_ids`, `labels` and `positions` are integers `[B, T]`. With `cu_seqlens` B is 1, and the T tokens are
         sequences that do not see each other; `max_seqlen` is the longest. Nothing waits for the device.
         """
-        arguments = self.family.sequence_arguments(positions, cu_seqlens, max_seqlen)
+        arguments = self.family.sequence_arguments(self.model, positions, cu_seqlens, max_seqlen)
         if self.family.fused_loss:
             hidden_TD = self.model.base_model(input_ids=input_ids, **arguments)[0].flatten(0, 1)
             head = self.model.get_output_embeddings()

@@ -49,7 +49,10 @@ def parallelize(
     sharded = mesh["dp_shard"].size() > 1
     options: dict[str, Any] = {
         "mesh": mesh if mesh["dp_replicate"].size() > 1 else mesh["dp_shard"],
-        "mp_policy": MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype),
+        # What passes between blocks stays as it is: activations have param_dtype already, rotary angles are fp32.
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False
+        ),
     }
     for index, block in enumerate(blocks):
         last = index == len(blocks) - 1

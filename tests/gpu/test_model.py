@@ -22,7 +22,7 @@ pytestmark = [
 ]
 GPU = torch.device("cuda", 0)
 SIZES = {"hidden_size": 256, "num_hidden_layers": 3}
-BATCHES = ([400], [3, 397], [100] * 4, [1] * 400, [200, 1, 199])
+BATCHES = ([400], [3, 397], [100] * 4, [1] * 200 + [200], [200, 1, 199])
 
 
 def on_gpu(batch: dict[str, Any]) -> dict[str, Any]:

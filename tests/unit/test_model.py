@@ -46,7 +46,8 @@ def packed_batch(lengths: list[int] = LENGTHS, *, seed: int = 0) -> dict[str, An
 
 
 def last_hidden(module: CausalLMLoss, batch: dict[str, Any]) -> Tensor:
-    arguments = module.family.sequence_arguments(batch["positions"], batch["cu_seqlens"], batch["max_seqlen"])
+    where = (batch["positions"], batch["cu_seqlens"], batch["max_seqlen"])
+    arguments = module.family.sequence_arguments(module.model, *where)
     return module.model.base_model(input_ids=batch["input_ids"], **arguments)[0][0]
 
 
