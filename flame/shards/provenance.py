@@ -94,7 +94,8 @@ class ProvenanceReader:
             except (OSError, pa.ArrowException) as error:
                 raise damaged(path, error) from error
             self._last = last
-        return {name: as_json(value) for name, value in last[2].slice(row - last[1], 1).to_pylist()[0].items()}
+        table, place = last[2], row - last[1]
+        return {name: _value(table.column(name)[place]) for name in table.column_names}
 
 
 def _row_group_of(path: Path, row: int, num_documents: int) -> tuple[int, pa.Table]:
@@ -123,6 +124,13 @@ def damaged(path: Path, error: Exception) -> CorpusError:
         return unreadable_file(path, error)
     detail = " ".join(str(error).split())
     return CorpusError("the provenance of a shard cannot be read", where=path, got=detail, fix=RESTORE)
+
+
+def _value(scalar: pa.Scalar) -> Any:
+    try:
+        return as_json(scalar.as_py())
+    except ValueError:  # nanoseconds, which Python's own times do not have
+        return str(scalar.cast(pa.string())).replace(" ", "T")
 
 
 def as_json(value: Any) -> Any:

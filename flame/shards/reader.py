@@ -138,14 +138,17 @@ class Split:
         return np.concatenate([self._ends_in_shard(shard, start, stop) for shard in range(first, last + 1)])
 
     def _ends_in_shard(self, shard: int, start: int, stop: int) -> NDArray[np.int64]:
-        base = self._token_starts[shard]
-        ends_in_shard = self._map(shard).ends
-        # of the ends' own type, so that numpy does not convert them all; both bounds lie inside the shard
-        first = int(ends_in_shard.searchsorted(np.uint64(max(start - base, 0)), "right"))
-        last = int(ends_in_shard.searchsorted(np.uint64(stop - base), "right"))
-        ends = ends_in_shard[first:last].astype(np.int64)
-        if last < first or not (ends[1:] > ends[:-1]).all():
+        base, shard_ends = self._token_starts[shard], self._map(shard).ends
+        first, last = 0, len(shard_ends)
+        # keys of the ends' own type, so that numpy does not convert all the ends; both lie inside the shard
+        if start > base:
+            first = int(shard_ends.searchsorted(np.uint64(start - base), "right"))
+        if stop - base < self.shards[shard].num_tokens:
+            last = int(shard_ends.searchsorted(np.uint64(stop - base), "right"))
+        around = shard_ends[max(first - 1, 0) : last + 1]
+        if last < first or not (around[1:] > around[:-1]).all():
             raise self._falling_ends(shard, first)
+        ends = shard_ends[first:last].astype(np.int64)
         ends += base
         return ends
 

@@ -169,7 +169,7 @@ def test_a_folder_without_a_manifest_says_what_it_is(tmp_path: Path) -> None:
     with pytest.raises(CorpusError, match="the folder is no corpus"):
         read_manifest(tmp_path / "texts")
     (tmp_path / "begun" / "build").mkdir(parents=True)
-    with pytest.raises(CorpusError, match="not finished.*same flame-preprocess build command again"):
+    with pytest.raises(CorpusError, match=r"not finished.*same flame-preprocess build command again"):
         read_manifest(tmp_path / "begun")
     (tmp_path / "file").write_text("x")
     with pytest.raises(CorpusError, match="is no corpus"):
