@@ -132,23 +132,23 @@ class Split:
         self._check_range(start, stop)
         if start == stop:
             return np.empty(0, dtype=np.int64)
-        first, last = self._shard_of(start), self._shard_of(stop - 1)
-        if first == last:
+        first = self._shard_of(start)
+        if stop <= self._token_starts[first] + self.shards[first].num_tokens:
             return self._ends_in_shard(first, start, stop)
-        return np.concatenate([self._ends_in_shard(shard, start, stop) for shard in range(first, last + 1)])
+        shards = range(first, self._shard_of(stop - 1) + 1)
+        return np.concatenate([self._ends_in_shard(shard, start, stop) for shard in shards])
 
     def _ends_in_shard(self, shard: int, start: int, stop: int) -> NDArray[np.int64]:
-        base, shard_ends = self._token_starts[shard], self._map(shard).ends
-        first, last = 0, len(shard_ends)
-        # keys of the ends' own type, so that numpy does not convert all the ends; both lie inside the shard
+        base, mapped = self._token_starts[shard], self._map(shard)
+        first, last = 0, len(mapped.end_values)
         if start > base:
-            first = int(shard_ends.searchsorted(np.uint64(start - base), "right"))
-        if stop - base < self.shards[shard].num_tokens:
-            last = int(shard_ends.searchsorted(np.uint64(stop - base), "right"))
-        around = shard_ends[max(first - 1, 0) : last + 1]
-        if last < first or not (around[1:] > around[:-1]).all():
+            first = bisect_right(mapped.end_values, start - base)
+        if stop - base < self.shards[shard].num_tokens:  # no more ends than tokens lie between the two
+            last = bisect_right(mapped.end_values, stop - base, first, min(first + stop - start, last))
+        around = mapped.ends[max(first - 1, 0) : last + 1]
+        if np.count_nonzero(around[1:] > around[:-1]) != len(around) - 1:
             raise self._falling_ends(shard, first)
-        ends = shard_ends[first:last].astype(np.int64)
+        ends = mapped.ends[first:last].astype(np.int64)
         ends += base
         return ends
 
@@ -164,7 +164,7 @@ class Split:
     def document_containing(self, token: int) -> int:
         """Return the number of the document that a token of the split belongs to."""
         shard, offset = self.locate(token)
-        row = int(self._map(shard).ends.searchsorted(np.uint64(offset), "right"))
+        row = bisect_right(self._map(shard).end_values, offset)
         return self._document_starts[shard] + row
 
     def provenance(self, document: int) -> dict[str, Any]:
