@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
+from flame.train.families import FAMILIES
 from flame.train.model import CausalLMLoss, build_model
 
 CPU = torch.device("cpu")
@@ -65,26 +66,33 @@ def test_packed_logits_equal_those_of_each_sequence_alone(model_type: str, atten
         torch.testing.assert_close(logits[start:stop], alone, rtol=0, atol=1e-5)
 
 
-def test_fla_transformer_is_a_llama_under_other_names() -> None:
-    config = make_config("transformer", norm_eps=1e-6, intermediate_size=48)
-    module = build(config)
-    llama = AutoModelForCausalLM.from_config(make_config("llama", rms_norm_eps=1e-6), attn_implementation="eager")
-    names = {
-        "attn_norm": "input_layernorm",
-        "mlp_norm": "post_attention_layernorm",
-        "embeddings": "embed_tokens",
-        ".attn.": ".self_attn.",
-    }
+FLA_NAMES = {
+    "attn_norm": "input_layernorm",
+    "mlp_norm": "post_attention_layernorm",
+    "embeddings": "embed_tokens",
+    ".attn.": ".self_attn.",
+}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "options"), [("llama", {}), ("qwen2", {"qkv_bias": True}), ("qwen3", {"qk_norm": True})]
+)
+def test_fla_transformer_is_a_known_model_under_other_names(model_type: str, options: dict[str, Any]) -> None:
+    module = build(make_config("transformer", intermediate_size=48, **options))
     state = {}
     for name, value in module.model.state_dict().items():
-        for old, new in names.items():
-            name = name.replace(old, new)
-        state[name] = value
-    llama.load_state_dict(state)
+        for ours, theirs in FLA_NAMES.items():
+            name = name.replace(ours, theirs)
+        state[name] = torch.nn.init.normal_(value) if "bias" in name or "norm" in name else value
+    plain = AutoModelForCausalLM.from_config(make_config(model_type), attn_implementation="eager")
+    plain.load_state_dict(state)
+    for name, part in plain.named_modules():
+        if name.endswith(("q_norm", "k_norm")):
+            part.variance_epsilon = 1e-5  # fla's, whatever norm_eps says
     batch = packed_batch()
     logits = last_hidden(module, batch) @ module.model.lm_head.weight.T
     for start, stop in zip(batch["cu_seqlens"], batch["cu_seqlens"][1:], strict=False):
-        alone = llama(input_ids=batch["input_ids"][:, start:stop].long(), use_cache=False).logits[0]
+        alone = plain(input_ids=batch["input_ids"][:, start:stop].long(), use_cache=False).logits[0]
         torch.testing.assert_close(logits[start:stop], alone, rtol=0, atol=1e-5)
 
 
@@ -121,6 +129,18 @@ def test_the_loss_is_a_sum_over_labels(model_type: str) -> None:
     torch.testing.assert_close(loss, expected)
     assert loss.dtype == torch.float32
     assert int(num_labels) == sum(LENGTHS) - len(LENGTHS)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "name", "length"),
+    [("llama", "cu_seq_lens_q", 256), ("transformer", "cu_seqlens", 256), ("gla", "cu_seqlens", 5)],
+)
+def test_attention_gets_padded_offsets_and_linear_attention_exact_ones(model_type: str, name: str, length: int) -> None:
+    model = build(make_config(model_type)).model if model_type != "gla" else None
+    batch = packed_batch()
+    arguments = FAMILIES[model_type].sequence_arguments(model, batch["positions"], batch["cu_seqlens"], 20)
+    assert arguments[name].shape == (length,)
+    assert torch.equal(arguments[name][:5], batch["cu_seqlens"])
 
 
 @pytest.mark.parametrize("lengths", [[1] * 16, [16], [1, 15]])
