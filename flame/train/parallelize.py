@@ -68,6 +68,16 @@ def parallelize(
             setattr(parameter, mark, value)
 
 
+def reshard(module: nn.Module) -> None:
+    """Free gathered weights, so that `module`'s parameters are its fp32 shards again; to call after evaluation.
+
+    A forward without a backward leaves the outermost weights gathered: parameters then are copies in the compute dtype.
+    """
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
+
+
 def _compile(module: CausalLMLoss, blocks: list[nn.Module]) -> None:
     """Compile each block in place; blocks of one kind share their graphs, so that depth adds no compile time."""
     if not module.family.compiles:

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from flame.errors import UsageError
 from flame.kernels.dispatch import ATTENTION, Implementation
 from flame.train.model import CausalLMLoss
-from flame.train.parallelize import parallelize
+from flame.train.parallelize import parallelize, reshard
 from tests.unit.test_model import CPU, build, build_model, make_config, packed_batch
 
 # Two micro-batches with 36 and 13 labels.
@@ -130,6 +130,19 @@ def test_weights_stay_fp32_while_blocks_compute_in_bf16() -> None:
         assert seen == [torch.bfloat16] and loss.dtype == torch.float32
         for parameter in module.parameters():
             assert parameter.dtype == parameter.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("policy", ["default", "never"])
+def test_after_evaluation_parameters_are_shards_again(policy: str) -> None:
+    with process_group(0, 1):
+        module = make_module("llama", False, 0)
+        mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp_replicate", "dp_shard"))
+        parallelize(module, mesh, device=CPU, param_dtype=torch.bfloat16, reshard_after_forward=policy)
+        with torch.no_grad():
+            module(**packed_batch())
+        assert not all(isinstance(parameter, DTensor) for parameter in module.parameters())
+        reshard(module)
+        assert all(isinstance(p, DTensor) and p.dtype == torch.float32 for p in module.parameters())
 
 
 @pytest.fixture
