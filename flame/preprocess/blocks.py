@@ -14,6 +14,7 @@ from flame.preprocess.texts import Documents
 from flame.shards.writer import SplitWriter
 
 INTERLEAVED_PIECES = 8
+LONG_DOCUMENT_TOKENS = 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,16 +42,25 @@ class Tokenized:
     def take(self, order: NDArray[np.int64]) -> Tokenized:
         """Return the documents in `order`, a list of their numbers."""
         lengths = self.lengths[order]
-        starts = np.cumsum(self.lengths) - self.lengths
-        new_starts = np.cumsum(lengths) - lengths
-        gather = np.repeat(starts[order] - new_starts, lengths)
-        gather += np.arange(len(gather))
+        starts = (np.cumsum(self.lengths) - self.lengths)[order]
         return Tokenized(
-            tokens=self.tokens[gather],
+            tokens=_gather(self.tokens, starts, lengths),
             lengths=lengths,
             num_bytes=self.num_bytes[order],
             docs=None if self.docs is None else self.docs.take(pa.array(order)),
         )
+
+
+def _gather(tokens: NDArray[np.uint32], starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.uint32]:
+    """Return the stretches of `tokens` one behind the other: copied one by one where they are long, by index else."""
+    total = int(lengths.sum())
+    if total > LONG_DOCUMENT_TOKENS * len(lengths):
+        return np.concatenate(
+            [tokens[start : start + n] for start, n in zip(starts.tolist(), lengths.tolist(), strict=True)]
+        )
+    index = np.repeat(starts - (np.cumsum(lengths) - lengths), lengths)
+    index += np.arange(total)
+    return tokens[index]
 
 
 def concatenate(parts: list[Tokenized]) -> Tokenized:
@@ -107,7 +117,7 @@ def write(writer: SplitWriter, documents: Tokenized) -> None:
 
 
 def interleave(pieces: Iterable[Iterator[Documents]], width: int) -> Iterator[Documents]:
-    """Yield the batches of `width` pieces in turn; a finished piece gives its place to the next one."""
+    """Yield the batches of `width` pieces in turn; a finished piece makes room for the next one."""
     waiting = iter(pieces)
     places: list[Iterator[Documents]] = []
     while True:

@@ -87,7 +87,8 @@ class BuildOptions:
     engine: str = option(
         "auto",
         choices=("auto", "hf", "gigatoken", "fastokens"),
-        help="what tokenizes: hf is Hugging Face's tokenizers; gigatoken and fastokens are not available yet",
+        help="what tokenizes: hf is Hugging Face's tokenizers (a worker needs 120 bytes of memory for each byte of the "
+        "largest document); gigatoken and fastokens are not available yet",
     )
     executor: str = option("local", choices=("local", "ray"), help="where tasks run; ray is not available yet")
     task_range: str | None = option(None, help="share i/n of an array job: not available yet", metavar="I/N")

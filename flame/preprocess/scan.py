@@ -140,7 +140,7 @@ def _kept_field(name: str, schemas: dict[str, pa.Schema], only_parquet: bool) ->
     try:
         fields = [pa.schema([pa.field(name, kind)]) for kind in dict.fromkeys(kinds.values())]
         return pa.unify_schemas(fields, promote_options="permissive").field(name).with_nullable(True)
-    except pa.ArrowInvalid as error:
+    except pa.ArrowException as error:
         raise InputError(
             f"the files disagree on the type of {name!r}, which --keep_columns names",
             got="; ".join(f"{path}: {kind}" for path, kind in list(kinds.items())[:3]),

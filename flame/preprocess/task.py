@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from flame.errors import TokenizerError
 from flame.files import named_disk_errors, write_json
 from flame.preprocess.blocks import INTERLEAVED_PIECES, BlockShuffler, Tokenized, interleave, write
-from flame.preprocess.engines import Encode
+from flame.preprocess.engines import ENGINES, Encode
 from flame.preprocess.folder import VAL_PARTS, receipt_path, rejects_path
 from flame.preprocess.holdout import HASH_COLUMN, HASH_TYPE, held_out, text_hashes
 from flame.preprocess.plan import Task
@@ -134,7 +134,7 @@ def _tokenize(
     documents: Documents, settings: TaskSettings, encode: Encode, rejects: Rejects
 ) -> Iterator[tuple[Tokenized, pa.LargeStringArray]]:
     """Yield the documents with their ids, BOS and EOS, and their texts; a text without a token is refused."""
-    for start, stop in tokenizer_batches(documents, settings.batch_size):
+    for start, stop in tokenizer_batches(documents, settings.batch_size, ENGINES[settings.engine].batch_bytes):
         texts = documents.texts.slice(start, stop - start)
         rows, num_bytes = documents.rows[start:stop], documents.num_bytes[start:stop]
         kept = None if documents.kept is None else documents.kept.slice(start, stop - start)

@@ -103,13 +103,13 @@ def _blank(texts: pa.LargeStringArray, candidates: NDArray[np.bool_]) -> NDArray
     return blank
 
 
-def tokenizer_batches(documents: Documents, batch_size: int) -> Iterator[tuple[int, int]]:
-    """Yield ranges of at most `batch_size` documents and about `BATCH_BYTES`, never less than one document."""
+def tokenizer_batches(documents: Documents, batch_size: int, batch_bytes: int) -> Iterator[tuple[int, int]]:
+    """Yield ranges of at most `batch_size` documents and `batch_bytes` of text, never less than one document."""
     ends = np.cumsum(documents.num_bytes)
     start = 0
     while start < len(documents):
         before = int(ends[start - 1]) if start else 0
-        stop = int(np.searchsorted(ends, before + BATCH_BYTES, side="right"))
+        stop = int(np.searchsorted(ends, before + batch_bytes, side="right"))
         stop = min(max(stop, start + 1), start + batch_size)
         yield start, stop
         start = stop

@@ -3,14 +3,15 @@
     builder ── control pipe ──> loader: imports, loads the engine, forks n workers, reports those that die
        └────── a pipe each ───> workers: receive a task, run it, send progress and the outcome
 
-The tokenizer is loaded once and shared by all workers' memory. The loader has one thread and forks before anything
-could start another (Arrow is imported after the fork), so that the builder may hold any threads or libraries. Every
-process dies with its parent, and the workers hold a lock until the last of them is gone.
+The tokenizer and the libraries are loaded once, and shared by all workers' memory. The loader is a fresh process with
+a single thread when it forks, so that the builder may hold any threads or libraries. Every process dies with its
+parent, and the workers hold a lock until the last of them is gone.
 """
 
 from __future__ import annotations
 
 import ctypes
+import importlib.abc
 import os
 import signal
 import sys
@@ -29,13 +30,15 @@ if TYPE_CHECKING:
     from flame.preprocess.task import TaskSettings
 
 _PR_SET_PDEATHSIG = 1
-# One thread a process: the processes are the parallelism, and a fork must find no other thread.
+# One thread a process: the processes are the parallelism, and a fork must find no other thread (Arrow's allocator would
+# start one when it is imported).
 ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
     "RAYON_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
+    "JE_ARROW_MALLOC_CONF": "background_thread:false",
 }
 
 
@@ -72,6 +75,14 @@ class Failure:
     traceback: str | None
 
 
+class _WithoutPandas(importlib.abc.MetaPathFinder):
+    """Says that there is no pandas: Arrow would load it, for 0.3 s in every worker, to see whether a list is of it."""
+
+    def find_spec(self, fullname: str, path: object, target: object = None) -> None:
+        if fullname == "pandas":
+            raise ModuleNotFoundError("pandas is not loaded in workers", name=fullname)
+
+
 def die_with_parent(parent: int) -> None:
     """Have the kernel kill this process when its parent does not live any more (Linux; elsewhere pipes tell)."""
     if sys.platform == "linux":
@@ -84,6 +95,7 @@ def main() -> None:
     """Be the loader: `PARENT CONTROL_FD WORKER_FD...` are its arguments."""
     parent, control_fd, *worker_fds = map(int, sys.argv[1:])
     die_with_parent(parent)
+    sys.meta_path.insert(0, _WithoutPandas())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the builder hears Ctrl-C and ends its workers
     control = Connection(control_fd)
     connections = [Connection(fd) for fd in worker_fds]
@@ -104,6 +116,8 @@ def main() -> None:
 
 
 def _load(request: LoadRequest) -> Encode:
+    import flame.preprocess.task  # noqa: F401 (what workers need, before they are forked)
+
     return ENGINES[request.engine].load(request.tokenizer_json, request.parse_special)
 
 

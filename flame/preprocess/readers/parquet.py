@@ -21,7 +21,7 @@ READ_BUFFER_BYTES = 2**20
 def open_parquet(path: str) -> pq.ParquetFile:
     """Open a parquet file; `InputError` where it is none."""
     try:
-        return pq.ParquetFile(path, pre_buffer=False, buffer_size=READ_BUFFER_BYTES)
+        return pq.ParquetFile(path, pre_buffer=False, buffer_size=READ_BUFFER_BYTES, page_checksum_verification=True)
     except (pa.ArrowException, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise

@@ -1,0 +1,148 @@
+"""Builds of small corpora for tests, in this process or in fresh ones, and what came out of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from tokenizers import Tokenizer
+
+from flame.preprocess.build import build
+from flame.preprocess.config import BuildOptions
+from flame.preprocess.engines import ENGINES, Encode
+from flame.preprocess.executors import EXECUTORS
+from flame.preprocess.plan import Task
+from flame.preprocess.task import Progress, TaskSettings, run_task
+from flame.preprocess.workers import LoadRequest
+from flame.shards.manifest import Manifest, read_manifest
+from flame.shards.reader import Corpus
+
+PROJECT = Path(__file__).resolve().parent.parent
+
+
+@dataclass
+class InlineExecutor:
+    """Runs the tasks in this process, last one first: their order may not matter."""
+
+    request: LoadRequest
+    num_workers: int
+    encode: Encode | None = field(default=None)
+
+    def __enter__(self) -> InlineExecutor:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+    def wait_until_loaded(self) -> None:
+        self.encode = ENGINES[self.request.engine].load(self.request.tokenizer_json, self.request.parse_special)
+
+    def run(
+        self, tasks: Sequence[Task], settings: TaskSettings, *, lock: Path, report: Callable[[Progress], None]
+    ) -> None:
+        assert self.encode is not None
+        for task in reversed(tasks):
+            run_task(task, settings, self.encode, report)
+
+
+def build_here(dataset: Path | str | Sequence[Path | str], output: Path, tokenizer: Path, **options: Any) -> Manifest:
+    """Build in this process without workers, and return the manifest."""
+    names = (dataset,) if isinstance(dataset, (str, Path)) else dataset
+    processes = EXECUTORS["local"]
+    EXECUTORS["local"] = InlineExecutor  # type: ignore[assignment]
+    try:
+        chosen = BuildOptions(dataset=tuple(map(str, names)), tokenizer=tokenizer, output=output, **options)
+        assert build(chosen) == 0
+    finally:
+        EXECUTORS["local"] = processes
+    return read_manifest(output)
+
+
+def command(dataset: Path | str, output: Path, tokenizer: Path, **options: Any) -> list[str]:
+    """The command line of a build."""
+    chosen = {"dataset": dataset, "output": output, "tokenizer": tokenizer, "num_workers": 2, **options}
+    words = [f"--{name}={value}" for name, value in chosen.items()]
+    return [sys.executable, "-m", "flame.cli.preprocess", "build", *words]
+
+
+def environment(**changes: str) -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": str(PROJECT)} | changes
+
+
+def run_build(
+    dataset: Path | str, output: Path, tokenizer: Path, *, env: dict[str, str] | None = None, **options: Any
+) -> subprocess.CompletedProcess[str]:
+    """Run a build as a user does, in processes of its own."""
+    return subprocess.run(
+        command(dataset, output, tokenizer, **options),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=env or environment(),
+    )
+
+
+def files_of(corpus: Path) -> dict[str, bytes]:
+    """The bytes of every tokens and ends file, by path within the corpus."""
+    return {str(path.relative_to(corpus)): path.read_bytes() for path in sorted(corpus.glob("*/*.npy"))}
+
+
+def rows_of(corpus: Path) -> dict[str, list[dict[str, Any]]]:
+    """The rows of every docs.parquet, by path within the corpus."""
+    return {
+        str(path.relative_to(corpus)): pq.read_table(path).to_pylist()
+        for path in sorted(corpus.glob("*/*.docs.parquet"))
+    }
+
+
+def same_corpus(one: Path, other: Path) -> bool:
+    """Whether two corpora are alike to the last byte of tokens and ends, the last row, and in their fingerprint."""
+    fingerprints = [json.loads((corpus / "manifest.json").read_bytes())["fingerprint"] for corpus in (one, other)]
+    return files_of(one) == files_of(other) and rows_of(one) == rows_of(other) and len(set(fingerprints)) == 1
+
+
+def documents_of(corpus: Path, split: str = "train") -> list[list[int]]:
+    """The token lists of a split's documents, in order, EOS included."""
+    found = Corpus.open(corpus).split(split)
+    tokens = found.read(0, found.num_tokens)
+    ends = found.ends_between(0, found.num_tokens)
+    return [part.tolist() for part in np.split(tokens, ends[:-1])] if len(ends) else []
+
+
+def texts_of(corpus: Path, split: str = "train") -> list[str]:
+    """The texts of a split's documents, decoded without their EOS."""
+    tokenizer = Tokenizer.from_file(str(corpus / "tokenizer" / "tokenizer.json"))
+    return [tokenizer.decode(ids[:-1], skip_special_tokens=False) for ids in documents_of(corpus, split)]
+
+
+def write_jsonl(path: Path, texts: Sequence[Any], *, end: str = "\n") -> Path:
+    """Write one object `{"text": …}` a line."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes("".join(json.dumps({"text": text}) + end for text in texts).encode())
+    return path
+
+
+def write_parquet(path: Path, texts: Sequence[Any], *, rows_a_group: int = 100, **columns: Any) -> Path:
+    """Write a parquet file with the column `text` and others."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.table({"text": pa.array(texts, pa.string()), **columns}), path, row_group_size=rows_a_group)
+    return path
+
+
+def some_texts(count: int, *, seed: int = 0, longest: int = 60) -> list[str]:
+    """Distinct texts of a few words."""
+    rng = np.random.default_rng(seed)
+    words = ["quick", "brown", "fox", "shard", "corpus", "naïve", "日本語", "fin.", "def", "42", "\n", "—"]
+    lengths = rng.integers(1, longest, count)
+    return [f"{seed}-{i} " + " ".join(rng.choice(words, length)) for i, length in enumerate(lengths)]
