@@ -6,6 +6,9 @@ import sys
 
 from flame.config import Command, run_program
 from flame.preprocess.config import BuildOptions
+from flame.preprocess.decode import DecodeOptions, decode
+from flame.preprocess.inspect import InspectOptions, inspect
+from flame.preprocess.verify import VerifyOptions, verify
 
 
 def run_build(options: BuildOptions) -> int:
@@ -22,6 +25,14 @@ COMMANDS = (
         help="Turn text into a sealed corpus of token shards. A killed build is continued by the same command.",
         run=run_build,
     ),
+    Command(
+        name="verify",
+        options=VerifyOptions,
+        help="Check every byte and boundary of a corpus; names what is wrong, a line each, and exits with 3.",
+        run=verify,
+    ),
+    Command(name="inspect", options=InspectOptions, help="Show what a corpus holds and how it was made.", run=inspect),
+    Command(name="decode", options=DecodeOptions, help="Print documents of a corpus as text.", run=decode),
 )
 
 

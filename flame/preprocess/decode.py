@@ -53,7 +53,7 @@ def decode(options: DecodeOptions) -> int:
 
     A single document is printed as it is, and a line feed; several have a line before each that says which it is.
     """
-    from flame.preprocess.corpus_tokenizer import load_tokenizer
+    from flame.shards.tokenizer import load_tokenizer
 
     corpus = Corpus.open(options.corpus)
     split = corpus.split(_split_name(options.split, corpus))
@@ -84,7 +84,7 @@ def _split_name(asked: str | None, corpus: Corpus) -> str:
 
 
 def _decoded(split: Split, documents: Sequence[int], tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
-    from flame.preprocess.corpus_tokenizer import document_text
+    from flame.shards.tokenizer import document_text
 
     info = split.corpus.manifest.tokenizer
     for document in documents:

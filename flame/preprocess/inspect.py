@@ -59,7 +59,7 @@ def _as_text(corpus: Path, manifest: Manifest, *, shards: bool) -> Iterable[str]
     eos = f"EOS {info.eos_id}{_eos_text(corpus)}"
     yield f"               {info.vocab_size:,} tokens, {eos}, {bos}, special text {info.special_text}"
     yield ""
-    rows = [("split", *COLUMNS)]
+    rows: list[tuple[str, ...]] = [("split", *COLUMNS)]
     rows += [(name, *_row(len(split.shards), split)) for name, split in manifest.splits.items()]
     yield from _table(rows)
     if shards:

@@ -114,7 +114,7 @@ def find_damage(corpus: Path, manifest: Manifest, *, num_workers: int | None = N
 
 def _check_tokenizer(corpus: Path, info: TokenizerInfo) -> tuple[Tokenizer | None, str | None]:
     """Return the corpus's tokenizer, if it is the manifest's own, else what is wrong with it."""
-    from flame.preprocess.corpus_tokenizer import load_tokenizer, tokenizer_path
+    from flame.shards.tokenizer import load_tokenizer, tokenizer_path
 
     try:
         found = tokenizer_fingerprint(
@@ -136,7 +136,7 @@ def _check_tokenizer(corpus: Path, info: TokenizerInfo) -> tuple[Tokenizer | Non
 
 
 def _rules(corpus: Path, manifest: Manifest, tokenizer: Tokenizer | None) -> ContentRules:
-    from flame.preprocess.corpus_tokenizer import text_can_give
+    from flame.shards.tokenizer import text_can_give
 
     info = manifest.tokenizer
 
