@@ -69,8 +69,10 @@ def _as_text(corpus: Path, manifest: Manifest, *, shards: bool) -> Iterable[str]
             rows += [(f"{name}/{shard.name}", *_row(None, shard)) for shard in split.shards]
         yield from _table(rows)
     yield ""
-    for title in ("rejects", "engine", "inputs", "options", "built"):
-        yield f"  {title:<12} {_said(getattr(manifest, title))}"
+    for title in ("rejects", "engine", "inputs", "built"):
+        yield f"  {title:<12} {', '.join(_said(getattr(manifest, title))) or 'none'}"
+    for number, line in enumerate(_said(manifest.options)):
+        yield f"  {'' if number else 'options':<12} {line}"
 
 
 def _eos_text(corpus: Path) -> str:
@@ -107,11 +109,10 @@ def _table(rows: Sequence[Sequence[str]]) -> Iterable[str]:
         yield "  " + "  ".join([name, *numbers])
 
 
-def _said(values: Mapping[str, Any]) -> str:
-    """Return name and value of each, leaving out what is null."""
-    said = [
+def _said(values: Mapping[str, Any]) -> list[str]:
+    """Return name and value of each, leaving out what is null or empty."""
+    return [
         f"{name} {value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)}"
         for name, value in values.items()
-        if value is not None
+        if value is not None and value != {} and value != []
     ]
-    return ", ".join(said) or "none"

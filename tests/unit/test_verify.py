@@ -1,0 +1,391 @@
+"""`verify` names every kind of damage by its file, once, and finds none where there is none."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import xxhash
+from tokenizers import Tokenizer
+
+from flame.cli.preprocess import main
+from flame.errors import CorpusError, UsageError
+from flame.preprocess import shard_check
+from flame.preprocess.verify import Finding, VerifyOptions, find_damage, verify
+from flame.shards.fingerprint import tokenizer_fingerprint
+from flame.shards.format import HEADER_BYTES, docs_path, ends_path, npy_header, tokens_path
+from flame.shards.manifest import Manifest, SplitInfo, read_manifest, write_manifest
+from flame.shards.writer import SplitWriter
+from tests.corpora import make_corpus
+from tests.tokenizers import EOS
+
+DOCUMENTS = [[(number + place) % 250 + 5 for place in range(number % 9)] for number in range(120)]
+
+
+@pytest.fixture
+def eos_id(tiny_tokenizer: Path) -> int:
+    return int(Tokenizer.from_file(str(tiny_tokenizer / "tokenizer.json")).token_to_id(EOS))
+
+
+@pytest.fixture
+def corpus(tmp_path: Path, tiny_tokenizer: Path, eos_id: int) -> Path:
+    return make_corpus(
+        tmp_path / "corpus", DOCUMENTS, val=[[7, 8]], eos_id=eos_id, shard_tokens=200, tokenizer=tiny_tokenizer
+    )
+
+
+@pytest.fixture(params=[shard_check.CHUNK_BYTES, 64], ids=["one chunk", "chunks of 64 bytes"])
+def _chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shard_check, "CHUNK_BYTES", request.param)
+
+
+def findings(corpus: Path) -> list[str]:
+    return [str(finding) for finding in find_damage(corpus, read_manifest(corpus))]
+
+
+def poke(path: Path, place: int, value: int, dtype: str = "<u4") -> None:
+    """Overwrite a value of a file, and make its checksum and largest id in the manifest agree."""
+    item = np.dtype(dtype)
+    content = bytearray(path.read_bytes())
+    content[HEADER_BYTES + place * item.itemsize : HEADER_BYTES + (place + 1) * item.itemsize] = np.array(
+        [value], item
+    ).tobytes()
+    path.write_bytes(content)
+
+
+def reseal(corpus: Path) -> None:
+    """Seal the corpus anew as it lies there, so that only its content can be wrong."""
+    manifest = read_manifest(corpus)
+    splits = {}
+    for name, split in manifest.splits.items():
+        shards = []
+        for shard in split.shards:
+            tokens, ends = (path(corpus, name, shard.name).read_bytes()[128:] for path in (tokens_path, ends_path))
+            shards.append(
+                dataclasses.replace(
+                    shard,
+                    max_token_id=int(np.frombuffer(tokens, "<u4").max()),
+                    tokens_checksum="xxh3:" + xxhash.xxh3_128_hexdigest(tokens),
+                    ends_checksum="xxh3:" + xxhash.xxh3_128_hexdigest(ends),
+                )
+            )
+        splits[name] = SplitInfo.of(tuple(shards))
+    write_manifest(corpus, dataclasses.replace(manifest, splits=splits))
+
+
+def path_of(corpus: Path, kind: Callable[[Path, str, str], Path], shard: int = 1) -> Path:
+    return kind(corpus, "train", f"shard-00000-{shard:03d}")
+
+
+# ---- the command
+
+
+def test_a_whole_corpus_has_no_findings(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert verify(VerifyOptions(corpus=corpus)) == 0
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "train is as it was sealed: 3 shards, 120 documents" in err and "val is as it was sealed" in err
+
+
+def test_a_finding_is_a_line_and_exit_code_3(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path_of(corpus, tokens_path).unlink()
+    (corpus / "train" / "notes.txt").touch()
+    assert verify(VerifyOptions(corpus=corpus, num_workers=2)) == 3
+    out, err = capsys.readouterr()
+    assert out.splitlines() == [
+        "train/shard-00000-001.tokens.npy: a file of the corpus is absent",
+        "train/notes.txt: the manifest does not name it",
+    ]
+    assert err == f"{corpus}: 2 findings\n"
+
+
+def test_findings_as_json(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert verify(VerifyOptions(corpus=corpus, json=True)) == 0
+    fingerprint = read_manifest(corpus).fingerprint
+    assert json.loads(capsys.readouterr().out) == {"corpus": str(corpus), "fingerprint": fingerprint, "findings": []}
+    (corpus / "train" / "notes.txt").touch()
+    assert verify(VerifyOptions(corpus=corpus, json=True)) == 3
+    found = json.loads(capsys.readouterr().out)["findings"]
+    assert found == [{"path": "train/notes.txt", "problem": "the manifest does not name it"}]
+
+
+def test_from_the_command_line(
+    corpus: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["flame-preprocess", "verify", str(corpus), "--num-workers", "1"])
+    assert main() == 0
+    os.truncate(path_of(corpus, tokens_path), 200)
+    assert main() == 3
+    assert capfd.readouterr().out.startswith("train/shard-00000-001.tokens.npy: a file of the corpus was cut short")
+    (corpus / "manifest.json").unlink()
+    assert main() == 1
+    monkeypatch.setattr("sys.argv", ["flame-preprocess", "verify", str(corpus / "absent")])
+    assert main() == 2
+
+
+def test_what_is_no_corpus_is_an_error_and_no_finding(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no such corpus folder"):
+        verify(VerifyOptions(corpus=tmp_path / "absent"))
+    with pytest.raises(CorpusError, match="is no corpus"):
+        verify(VerifyOptions(corpus=tmp_path))
+    with pytest.raises(UsageError, match="--num_workers cannot be 0"):
+        VerifyOptions(corpus=tmp_path, num_workers=0)
+
+
+def test_a_changed_manifest_is_a_finding(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = (corpus / "manifest.json").read_text().replace('"eos_id": 0', '"eos_id": 1')
+    (corpus / "manifest.json").write_text(text)
+    assert verify(VerifyOptions(corpus=corpus)) == 3
+    assert capsys.readouterr().out.startswith("manifest.json: the corpus manifest was changed after")
+    (corpus / "manifest.json").write_text("{")
+    assert verify(VerifyOptions(corpus=corpus, json=True)) == 3
+    assert json.loads(capsys.readouterr().out)["findings"][0]["path"] == "manifest.json"
+
+
+def test_nothing_is_written(corpus: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in [corpus, *corpus.rglob("*")]}
+    verify(VerifyOptions(corpus=corpus))
+    assert {path: path.stat().st_mtime_ns for path in [corpus, *corpus.rglob("*")]} == before
+
+
+# ---- files
+
+
+FILES: dict[str, tuple[Callable[[Path], object], list[str]]] = {
+    "tokens absent": (lambda c: path_of(c, tokens_path).unlink(), ["tokens.npy: a file of the corpus is absent"]),
+    "ends absent": (lambda c: path_of(c, ends_path).unlink(), ["ends.npy: a file of the corpus is absent"]),
+    "docs absent": (lambda c: path_of(c, docs_path).unlink(), ["docs.parquet: a file of the corpus is absent"]),
+    "tokens cut": (lambda c: os.truncate(path_of(c, tokens_path), 500), ["tokens.npy: a file of the corpus was cut"]),
+    "ends cut": (lambda c: os.truncate(path_of(c, ends_path), 130), ["ends.npy: a file of the corpus was cut"]),
+    "docs cut": (lambda c: os.truncate(path_of(c, docs_path), 300), ["docs.parquet: it cannot be read"]),
+    "a header": (
+        lambda c: poke(path_of(c, tokens_path), -10, 0),
+        ["tokens.npy: a file of the corpus does not begin with a header"],
+    ),
+    "a token": (lambda c: poke(path_of(c, tokens_path), 17, 9), ["tokens.npy: its checksum is xxh3:"]),
+    "a folder for a file": (
+        lambda c: (path_of(c, ends_path).unlink(), path_of(c, ends_path).mkdir()),
+        ["ends.npy: a file of the corpus cannot be read (got Is a directory)"],
+    ),
+    "docs of another shard": (
+        lambda c: shutil.copy(docs_path(c, "val", "shard-00000-000"), path_of(c, docs_path)),
+        ["docs.parquet: it has 1 rows", "docs.parquet: its num_bytes sum to 2"],
+    ),
+}
+
+
+@pytest.mark.usefixtures("_chunks")
+@pytest.mark.parametrize("kind", FILES)
+def test_a_damaged_file_is_named(corpus: Path, kind: str) -> None:
+    harm, expected = FILES[kind]
+    harm(corpus)
+    found = findings(corpus)
+    assert len(found) == len(expected)
+    for line, start in zip(found, expected, strict=True):
+        assert line.startswith(f"train/shard-00000-001.{start}")
+
+
+def test_a_flipped_bit_anywhere_is_found(corpus: Path) -> None:
+    for kind in (tokens_path, ends_path):
+        path = path_of(corpus, kind)
+        whole = path.read_bytes()
+        for place in range(0, len(whole), 61):
+            damaged = bytearray(whole)
+            damaged[place] ^= 0x10
+            path.write_bytes(damaged)
+            assert findings(corpus), f"byte {place} of {path.name}"
+        path.write_bytes(whole)
+    assert findings(corpus) == []
+
+
+def test_a_flipped_bit_of_provenance_is_found_or_changes_no_row(corpus: Path) -> None:
+    path = path_of(corpus, docs_path)
+    whole, rows = path.read_bytes(), pq.read_table(path_of(corpus, docs_path))
+    unnoticed = 0
+    for place in range(4, len(whole), 11):
+        damaged = bytearray(whole)
+        damaged[place] ^= 0x10
+        path.write_bytes(damaged)
+        if not findings(corpus):
+            unnoticed += 1
+            assert pq.read_table(path, columns=rows.column_names).equals(rows), f"byte {place}"
+    assert unnoticed < len(whole) / 11 / 2
+
+
+def test_two_shards_of_equal_counts_swapped(tmp_path: Path, tiny_tokenizer: Path, eos_id: int) -> None:
+    documents = [[5] * 4, [6] * 5, [7] * 5, [8] * 4]
+    corpus = make_corpus(tmp_path / "c", documents, eos_id=eos_id, shard_tokens=11, tokenizer=tiny_tokenizer)
+    assert findings(corpus) == []
+    first, second = path_of(corpus, ends_path, 0), path_of(corpus, ends_path, 1)
+    first.rename(corpus / "aside")
+    second.rename(first)
+    (corpus / "aside").rename(second)
+    lines = findings(corpus)
+    for shard in ("shard-00000-000", "shard-00000-001"):
+        assert [line.split(":")[0] for line in lines if shard in line] == [
+            f"train/{shard}.ends.npy",
+            f"train/{shard}.tokens.npy",
+            f"train/{shard}.tokens.npy",
+        ]
+    assert sum("its checksum is" in line for line in lines) == 2
+
+
+def test_strays_are_named(corpus: Path) -> None:
+    for name in (
+        "train/shard-00009-000.tokens.npy",
+        "train/shard-00000-000.ends.npy.tmp",
+        "val/x",
+        "manifest.json.tmp",
+    ):
+        (corpus / name).touch()
+    (corpus / "test").mkdir()
+    (corpus / "test" / "shard-00000-000.tokens.npy").touch()
+    for harmless in ("README.md", ".gitattributes", "build", "rejects", "figures"):
+        (corpus / harmless).mkdir()
+    assert findings(corpus) == [
+        "train/shard-00000-000.ends.npy.tmp: the manifest does not name it",
+        "train/shard-00009-000.tokens.npy: the manifest does not name it",
+        "val/x: the manifest does not name it",
+        "manifest.json.tmp: it is the unfinished file of something that was stopped",
+        "test: it holds shards, and the manifest names no such split",
+    ]
+
+
+def test_provenance_is_for_all_shards_or_none(tmp_path: Path, tiny_tokenizer: Path, eos_id: int) -> None:
+    corpus = make_corpus(
+        tmp_path / "c", DOCUMENTS, eos_id=eos_id, shard_tokens=200, tokenizer=tiny_tokenizer, provenance=False
+    )
+    assert findings(corpus) == []
+    value = json.loads((corpus / "manifest.json").read_text())
+    (corpus / "manifest.json").write_text(json.dumps({**value, "options": {"provenance": True}}))
+    assert [line.split(": ")[1] for line in findings(corpus)] == ["a file of the corpus is absent"] * 3
+
+
+# ---- the tokenizer
+
+
+def test_the_tokenizer_is_the_one_of_the_manifest(corpus: Path) -> None:
+    path = corpus / "tokenizer" / "tokenizer.json"
+    value = json.loads(path.read_text())
+    path.write_text(json.dumps(value, indent=7))
+    assert findings(corpus) == []
+    value["model"]["merges"].pop()
+    path.write_text(json.dumps(value))
+    assert [line.split(" is ")[0] for line in findings(corpus)] == ["tokenizer/tokenizer.json: its fingerprint"]
+    path.write_text("{")
+    assert findings(corpus)[0].startswith("tokenizer/tokenizer.json: tokenizer.json is no JSON")
+    path.unlink()
+    assert findings(corpus) == ["tokenizer/tokenizer.json: a file of the corpus is absent"]
+    path.mkdir()
+    assert findings(corpus) == ["tokenizer/tokenizer.json: it cannot be read: Is a directory"]
+
+
+# ---- content that has its checksums right
+
+
+@pytest.mark.usefixtures("_chunks")
+def test_a_document_without_eos_or_with_one_inside(corpus: Path, eos_id: int) -> None:
+    path = path_of(corpus, tokens_path)
+    ends = np.load(path_of(corpus, ends_path)).astype(int).tolist()
+    for document in (3, 20):
+        poke(path, ends[document] - 1, 9)
+    poke(path, ends[7] - 2, eos_id)
+    poke(path, ends[-1] - 3, eos_id)
+    reseal(corpus)
+    assert findings(corpus) == [
+        f"train/{path.name}: 2 documents (the shard's number 3 first) without the EOS {eos_id} at the end",
+        f"train/{path.name}: 2 documents (the shard's number 7 first) with the EOS {eos_id} before the end",
+    ]
+
+
+@pytest.mark.usefixtures("_chunks")
+def test_ends_that_do_not_rise(corpus: Path) -> None:
+    path = path_of(corpus, ends_path)
+    ends = np.load(path).tolist()
+    poke(path, 8, ends[7], "<u8")
+    poke(path, 12, 1, "<u8")
+    poke(path, len(ends) - 1, ends[-1] + 1, "<u8")
+    reseal(corpus)
+    assert findings(corpus) == [
+        f"train/{path.name}: 2 documents (the shard's number 8 first) end no later than the one before",
+        f"train/{path.name}: the last document ends at {ends[-1] + 1}, and the shard has {ends[-1]} tokens",
+    ]
+    poke(path, 0, 0, "<u8")
+    reseal(corpus)
+    assert "3 documents (the shard's number 0 first) end no later" in findings(corpus)[0]
+
+
+def test_ids_beyond_the_vocabulary_and_a_wrong_largest_id(corpus: Path) -> None:
+    path = path_of(corpus, tokens_path)
+    poke(path, 5, 600)
+    reseal(corpus)
+    assert findings(corpus) == [f"train/{path.name}: its largest token is 600, which the tokenizer does not have"]
+    manifest = read_manifest(corpus)
+    split = manifest.splits["train"]
+    shards = tuple(dataclasses.replace(shard, max_token_id=400) for shard in split.shards)
+    write_manifest(corpus, dataclasses.replace(manifest, splits={**manifest.splits, "train": SplitInfo.of(shards)}))
+    assert f"train/{path.name}: its largest token is 600, and the manifest says 400" in findings(corpus)
+
+
+def with_bos(folder: Path, tokenizer: Path, bos_id: int, eos_id: int, *, special_text: str = "plain") -> Path:
+    """A corpus of 30 documents that begin with BOS; document 4 lacks it, and document 6 has EOS inside."""
+    lists = [[bos_id] * (number != 4) + [9, 10, 11] + [eos_id] * (number == 6) + [12, eos_id] for number in range(30)]
+    writer = SplitWriter(folder, "train", task=0, shard_tokens=100, docs_schema=None)
+    for tokens in lists:
+        writer.append(np.array(tokens, np.uint32), np.array([len(tokens)]), num_bytes=np.array([1]))
+    splits = {"train": SplitInfo.of(tuple(writer.finish()))}
+    shutil.copytree(tokenizer, folder / "tokenizer")
+    policies = {"bos_id": bos_id, "eos_id": eos_id, "bos": "always", "special_text": special_text}
+    content = (tokenizer / "tokenizer.json").read_bytes()
+    info = dataclasses.replace(
+        read_manifest(make_corpus(folder.parent / f"{folder.name}-x", [[1]])).tokenizer,
+        fingerprint=tokenizer_fingerprint(content, **policies),
+        **policies,
+    )
+    write_manifest(folder, Manifest(tokenizer=info, splits=splits))
+    return folder
+
+
+@pytest.mark.usefixtures("_chunks")
+@pytest.mark.parametrize("same", [False, True], ids=["another", "the same"])
+def test_bos_at_the_start_of_each_document(tmp_path: Path, tiny_tokenizer: Path, eos_id: int, same: bool) -> None:
+    bos_id = eos_id if same else 20
+    corpus = with_bos(tmp_path / "c", tiny_tokenizer, bos_id, eos_id)
+    file = "train/shard-00000-000.tokens.npy"
+    assert findings(corpus) == [
+        f"{file}: 1 document (the shard's number 6) with the EOS {eos_id} before the end",
+        f"{file}: 1 document (the shard's number 4) without the BOS {bos_id} at the start",
+    ]
+
+
+def test_eos_inside_is_right_where_the_text_can_say_it(tmp_path: Path, tiny_tokenizer: Path, eos_id: int) -> None:
+    parsed = with_bos(tmp_path / "parsed", tiny_tokenizer, 20, eos_id, special_text="parsed")
+    assert [line for line in findings(parsed) if "EOS" in line] == []
+    newline = Tokenizer.from_file(str(tiny_tokenizer / "tokenizer.json")).encode("\n").ids
+    assert len(newline) == 1
+    ordinary = with_bos(tmp_path / "ordinary", tiny_tokenizer, 20, newline[0])
+    assert [line for line in findings(ordinary) if "EOS" in line] == []
+
+
+def test_findings_come_in_the_manifests_order(corpus: Path) -> None:
+    for shard in (0, 1, 2):
+        path = path_of(corpus, tokens_path, shard)
+        path.write_bytes(npy_header(np.dtype("<u4"), 3) + bytes(12))
+    (corpus / "tokenizer" / "tokenizer.json").unlink()
+    manifest = read_manifest(corpus)
+    found = list(find_damage(corpus, manifest, num_workers=3))
+    assert [finding.path for finding in found] == [
+        "tokenizer/tokenizer.json",
+        *[f"train/shard-00000-{shard:03d}.tokens.npy" for shard in (0, 1, 2)],
+    ]
+    assert found[1] == Finding(
+        path="train/shard-00000-000.tokens.npy",
+        problem=f"it holds 3 values, and the manifest says {manifest.splits['train'].shards[0].num_tokens}",
+    )
