@@ -158,8 +158,8 @@ class _Batch:
         texts = _string_array(self._texts, rejects)
         kept = None
         if self._kept:
-            arrays = [_string_array(values, None) for values in self._kept]
-            kept = pa.table(arrays, names=list(self._columns.kept_names))
+            arrays = [_string_array(values, None).cast(pa.string()) for values in self._kept]
+            kept = pa.table(arrays, schema=self._columns.kept)
         rows = np.array(self._rows, dtype=np.uint64)
         consumed = self.stream.consumed
         progress = (consumed - self._consumed) * (1 if self._piece.compression is None else COMPRESSION_RATIO)

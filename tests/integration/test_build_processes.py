@@ -1,0 +1,246 @@
+"""Builds in real processes: any number of workers, kills, signals, locks, a full disk. The bytes never change."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from flame.preprocess.folder import TASKS, WORKERS_LOCK
+from tests.builds import (
+    build_here,
+    command,
+    environment,
+    run_build,
+    same_corpus,
+    some_texts,
+    write_jsonl,
+    write_parquet,
+)
+from tests.tokenizers import write_tiny_tokenizer
+
+SECONDS_TO_WAIT = 60
+OPTIONS = {"val_fraction": 0.05, "shard_tokens": 20_000, "shuffle_block_tokens": 30_000}
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with inputs of some 3 MB, a tokenizer, and the corpus as one process makes it."""
+    folder = tmp_path_factory.mktemp("processes")
+    write_tiny_tokenizer(folder / "tok")
+    for part in range(6):
+        texts = some_texts(1200, seed=part, longest=150)
+        write = write_parquet if part % 2 else write_jsonl
+        write(folder / "raw" / f"part-{part}.{'parquet' if part % 2 else 'jsonl'}", texts)
+    build_here(folder / "raw", folder / "expected", folder / "tok", **OPTIONS)
+    assert len(list((folder / "expected/build/tasks").iterdir())) > 20
+    return folder
+
+
+def until(condition: Callable[[], bool]) -> bool:
+    """Wait for a condition of the outside world; False if it does not come."""
+    deadline = time.monotonic() + SECONDS_TO_WAIT
+    while time.monotonic() < deadline:
+        if condition():
+            return True
+        time.sleep(0.002)
+    return False
+
+
+def processes_of(parent: int) -> list[int]:
+    """The loader and the workers that serve the builder `parent`, as the kernel lists them."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            words = (entry / "cmdline").read_bytes().split(b"\0") if entry.name.isdigit() else []
+            if b"flame.preprocess.workers" in b" ".join(words) and str(parent).encode() in words:
+                found.append(int(entry.name))
+    return sorted(found)
+
+
+def receipts(corpus: Path) -> int:
+    return len(list((corpus / TASKS).glob("task-*.json")))
+
+
+@contextlib.contextmanager
+def running(work: Path, output: Path) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        command(work / "raw", output, work / "tok", **OPTIONS),
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize(("workers", "parallelism"), [(1, "true"), (4, "false")])
+def test_any_number_of_workers_gives_the_same_bytes(work: Path, tmp_path: Path, workers: int, parallelism: str) -> None:
+    # the tokenizer's threads and the forks must not meet, whatever the user's environment says
+    env = environment(TOKENIZERS_PARALLELISM=parallelism)
+    result = run_build(work / "raw", tmp_path / "out", work / "tok", num_workers=workers, env=env, **OPTIONS)
+    assert result.returncode == 0, result.stderr
+    assert same_corpus(tmp_path / "out", work / "expected")
+    assert "7,200 read" in result.stdout
+
+
+def test_a_tokenizer_used_before_in_the_same_process_hangs_nothing(work: Path, tmp_path: Path) -> None:
+    code = f"""
+from pathlib import Path
+from tokenizers import Tokenizer
+from flame.preprocess.build import build
+from flame.preprocess.config import BuildOptions
+work = Path({str(work)!r})
+Tokenizer.from_file(str(work / "tok/tokenizer.json")).encode_batch(["some text"] * 1000)
+build(BuildOptions(dataset=(str(work / "raw"),), tokenizer=work / "tok", output=Path("out"), num_workers=2, **{OPTIONS}))
+"""
+    env = environment(TOKENIZERS_PARALLELISM="true")
+    subprocess.run([sys.executable, "-c", code], env=env, cwd=tmp_path, check=True, timeout=120, capture_output=True)
+    assert same_corpus(tmp_path / "out", work / "expected")
+
+
+def test_killed_five_times_it_ends_as_if_undisturbed(work: Path, tmp_path: Path) -> None:
+    moments = random.Random(20240607)
+    output = tmp_path / "out"
+    total = receipts(work / "expected")
+    for kill in range(5):
+        with running(work, output) as process:
+            wanted = min(receipts(output) + moments.randint(0, total // 5), total - 1)
+            assert until(
+                lambda wanted=wanted, process=process: receipts(output) >= wanted or process.poll() is not None
+            )
+            for _ in range(moments.randint(0, 200_000)):
+                pass  # a little later, but not the same little each time
+            process.kill()
+            process.communicate()
+            assert process.returncode == -signal.SIGKILL
+        assert until(lambda process=process: not processes_of(process.pid)), "no worker outlives its builder"
+        assert not (output / "manifest.json").exists(), f"kill {kill} came too late to show anything"
+    result = run_build(work / "raw", output, work / "tok", **OPTIONS)
+    assert result.returncode == 0, result.stderr
+    assert "of them done before" in result.stderr
+    assert same_corpus(output, work / "expected")
+    assert not list(output.rglob("*.tmp"))
+
+
+def test_the_death_of_a_worker_names_its_task_and_a_second_run_ends_well(work: Path, tmp_path: Path) -> None:
+    with running(work, tmp_path / "out") as process:
+        assert until(lambda: receipts(tmp_path / "out") > 0)
+        loader, *workers = processes_of(process.pid)
+        assert len(workers) == 2
+        os.kill(workers[-1], signal.SIGKILL)
+        _, errors = process.communicate(timeout=SECONDS_TO_WAIT)
+        assert process.returncode == 1, errors
+        assert "a worker died during task" in errors
+        assert "killed by SIGKILL" in errors
+        assert "Traceback" not in errors
+        assert not processes_of(process.pid)
+    assert loader != process.pid
+    assert not (tmp_path / "out/manifest.json").exists()
+    assert run_build(work / "raw", tmp_path / "out", work / "tok", **OPTIONS).returncode == 0
+    assert same_corpus(tmp_path / "out", work / "expected")
+
+
+def test_ctrl_c_ends_all_processes_with_130(work: Path, tmp_path: Path) -> None:
+    with running(work, tmp_path / "out") as process:
+        assert until(lambda: receipts(tmp_path / "out") > 0)
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the workers as well
+        _, errors = process.communicate(timeout=SECONDS_TO_WAIT)
+        assert process.returncode == 130, errors
+        assert "Traceback" not in errors
+        assert not processes_of(process.pid)
+    assert not (tmp_path / "out/manifest.json").exists()
+
+
+def test_a_second_build_at_a_time_is_refused_and_disturbs_nothing(work: Path, tmp_path: Path) -> None:
+    with running(work, tmp_path / "out") as process:
+        assert until(lambda: receipts(tmp_path / "out") > 0)
+        second = run_build(work / "raw", tmp_path / "out", work / "tok", **OPTIONS)
+        assert second.returncode == 1
+        assert f"process {process.pid}" in second.stderr
+        process.communicate(timeout=SECONDS_TO_WAIT)
+        assert process.returncode == 0
+    assert same_corpus(tmp_path / "out", work / "expected")
+
+
+def test_a_build_waits_for_the_workers_of_a_killed_one(work: Path, tmp_path: Path) -> None:
+    lock = tmp_path / "out" / WORKERS_LOCK
+    lock.parent.mkdir(parents=True)
+    with open(lock, "w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with running(work, tmp_path / "out") as process:
+            assert until(lambda: processes_of(process.pid) != [])
+            assert not (tmp_path / "out/build/plan.json").exists()
+            fcntl.flock(held, fcntl.LOCK_UN)
+            _, errors = process.communicate(timeout=SECONDS_TO_WAIT)
+            assert process.returncode == 0, errors
+
+
+def test_errors_of_workers_are_one_paragraph(work: Path, tmp_path: Path) -> None:
+    (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"text": \n')
+    result = run_build(tmp_path / "bad.jsonl", tmp_path / "out", work / "tok")
+    assert result.returncode == 1
+    assert "bad.jsonl, line 2" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert not (tmp_path / "out/manifest.json").exists()
+
+    (tmp_path / "tokenizer.json").write_text('{"model": {"type": "BPE", "vocab": {"a": 0}, "merges": [["b", "c"]]}}')
+    result = run_build(work / "raw", tmp_path / "none", tmp_path / "tokenizer.json", eos_token="a")
+    assert result.returncode == 1
+    assert "`tokenizers` cannot load" in result.stderr
+    assert not (tmp_path / "none").exists()
+
+
+def test_wrong_calls_are_2_and_help_is_quick_to_load(work: Path, tmp_path: Path) -> None:
+    result = run_build(tmp_path / "absent", tmp_path / "out", work / "tok")
+    assert result.returncode == 2
+    assert result.stderr.count("\n") == 1
+    code = "import sys; from flame.cli.preprocess import main; main(); print('pyarrow' in sys.modules)"
+    shown = subprocess.run(
+        [sys.executable, "-c", code, "build", "-h"], env=environment(), capture_output=True, text=True, check=True
+    )
+    assert "--val_fraction" in shown.stdout
+    assert shown.stdout.endswith("False\n"), "what -h does not need is not imported"
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 2 MB; skips where this user may not mount one."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(folder)], capture_output=True)
+    if mounted.returncode != 0:
+        pytest.skip("mounting a tmpfs needs privileges")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_full_disk_is_told_and_the_build_ends_well_once_there_is_room(work: Path, small_disk: Path) -> None:
+    output = small_disk / "out"
+    result = run_build(work / "raw", output, work / "tok", **OPTIONS)
+    assert result.returncode == 1, result.stdout
+    assert "no space left" in result.stderr
+    assert str(output) in result.stderr
+    assert "Traceback" not in result.stderr
+    assert not (output / "manifest.json").exists()
+    assert receipts(output) > 0, "what was finished before is kept"
+    subprocess.run(["mount", "-o", "remount,size=32m", str(small_disk)], check=True)
+    result = run_build(work / "raw", output, work / "tok", **OPTIONS)
+    assert result.returncode == 0, result.stderr
+    assert same_corpus(output, work / "expected")
