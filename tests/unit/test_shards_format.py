@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ from flame.shards.format import (
     shard_name,
     tokens_path,
 )
+from tests.corpora import make_corpus
 
 
 def test_the_header_is_these_bytes() -> None:
@@ -86,3 +88,16 @@ def test_what_is_not_such_a_file_is_refused_by_name(tmp_path: Path, content: byt
 def test_an_absent_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(CorpusError, match=r"is absent.*x\.npy"):
         read_npy_length(tmp_path / "x.npy", TOKEN_DTYPE)
+
+
+def test_the_page_on_the_format_reads_a_corpus_with_numpy_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "format.md").read_text("utf-8")
+    code = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0]
+    assert len(code.splitlines()) == 5 and "flame" not in code
+    make_corpus(tmp_path / "corpora" / "web", [[1, 2], [3], [4, 5, 6], [7]])
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, np.ndarray] = {}
+    exec(code, names)
+    assert names["third_document"].tolist() == [4, 5, 6, 0]
