@@ -106,7 +106,8 @@ from flame.preprocess.build import build
 from flame.preprocess.config import BuildOptions
 work = Path({str(work)!r})
 Tokenizer.from_file(str(work / "tok/tokenizer.json")).encode_batch(["some text"] * 1000)
-build(BuildOptions(dataset=(str(work / "raw"),), tokenizer=work / "tok", output=Path("out"), num_workers=2, **{OPTIONS}))
+options = dict(num_workers=2, **{OPTIONS})
+build(BuildOptions(dataset=(str(work / "raw"),), tokenizer=work / "tok", output=Path("out"), **options))
 """
     env = environment(TOKENIZERS_PARALLELISM="true")
     subprocess.run([sys.executable, "-c", code], env=env, cwd=tmp_path, check=True, timeout=120, capture_output=True)
