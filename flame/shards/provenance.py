@@ -20,12 +20,14 @@ PROVENANCE_FIELDS = (
     pa.field("num_bytes", pa.uint32()),
 )
 ROW_GROUP_ROWS = 1 << 14
+WAITING_BYTES = 1 << 26  # a row group of large kept columns is cut shorter
 
 
 class ProvenanceFile:
     """One docs.parquet being written, in row groups of a fixed size: the same file, however its rows are appended.
 
-    Kept in memory: the rows of one row group. `seal`, then `publish`; or `abort`, which leaves nothing behind.
+    Kept in memory: the rows of one row group, 64 MiB at most (a file of larger rows has other row groups, and the same
+    rows). `seal`, then `publish`; or `abort`, which leaves nothing behind.
     """
 
     def __init__(self, path: Path, schema: pa.Schema) -> None:
@@ -34,19 +36,33 @@ class ProvenanceFile:
         self._schema = schema
         self._waiting: list[pa.Table] = []
         self._num_waiting = 0
+        self._waiting_bytes = 0
         with named_disk_errors(path):
             # dictionaries (source_file) are parquet's own here; page checksums let `verify` see a flipped bit
-            self._writer = pq.ParquetWriter(self._temporary, schema, compression="zstd", write_page_checksum=True)
+            self._writer = pq.ParquetWriter(
+                self._temporary,
+                schema,
+                compression="zstd",
+                write_page_checksum=True,
+                write_statistics=[field.name for field in PROVENANCE_FIELDS],  # kept columns may hold whole pages
+            )
 
     def append(self, docs: pa.Table) -> None:
         """Append rows: the schema's columns, by name."""
-        self._waiting.append(docs.select(self._schema.names).cast(self._schema))
+        docs = docs.select(self._schema.names).cast(self._schema)
+        self._waiting.append(docs)
         self._num_waiting += docs.num_rows
-        if self._num_waiting >= ROW_GROUP_ROWS:
-            table = pa.concat_tables(self._waiting)
-            whole = self._num_waiting - self._num_waiting % ROW_GROUP_ROWS
-            self._write(table.slice(0, whole))
-            self._waiting, self._num_waiting = [table.slice(whole)], self._num_waiting - whole
+        self._waiting_bytes += docs.nbytes
+        if self._waiting_bytes >= WAITING_BYTES:
+            self._flush(self._num_waiting)
+        elif self._num_waiting >= ROW_GROUP_ROWS:
+            self._flush(self._num_waiting - self._num_waiting % ROW_GROUP_ROWS)
+
+    def _flush(self, num_rows: int) -> None:
+        table = pa.concat_tables(self._waiting)
+        self._write(table.slice(0, num_rows))
+        rest = table.slice(num_rows)
+        self._waiting, self._num_waiting, self._waiting_bytes = [rest], rest.num_rows, rest.nbytes
 
     def _write(self, table: pa.Table) -> None:
         with named_disk_errors(self._path, table.nbytes):
@@ -55,7 +71,7 @@ class ProvenanceFile:
     def seal(self) -> None:
         """Write what is left, make the bytes durable and close; the name is still temporary."""
         if self._num_waiting:
-            self._write(pa.concat_tables(self._waiting))
+            self._flush(self._num_waiting)
         with named_disk_errors(self._path):
             self._writer.close()
             fsync_file(self._temporary)

@@ -31,6 +31,8 @@ def load_tokenizer(corpus: Path) -> Tokenizer:
     except Exception as error:  # `tokenizers` raises nothing narrower
         raise TokenizerError("the corpus's tokenizer cannot be loaded", where=path, got=error) from error
     tokenizer.encode_special_tokens = True
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
     return tokenizer
 
 

@@ -94,6 +94,13 @@ def test_how_it_was_built_is_no_part_of_the_fingerprint(corpus: Path) -> None:
     assert (after.built, after.options, after.rejects) == ({"host": "elsewhere"}, {"seed": 1}, {"null": 2})
 
 
+def test_every_split_is_part_of_the_fingerprint(tmp_path: Path) -> None:
+    corpus = make_corpus(tmp_path / "corpus", [[5, 6]], val=[[7]])
+    change(corpus, lambda value: value["splits"]["val"]["shards"][0].update(ends_checksum="xxh3:" + "0" * 32))
+    with pytest.raises(DamagedManifestError, match="was changed after the corpus was sealed"):
+        read_manifest(corpus)
+
+
 def test_names_that_a_later_version_adds_are_passed_over(corpus: Path) -> None:
     change(corpus, lambda value: value.update(licence="CC0"))
     change(corpus, lambda value: value["splits"]["train"]["shards"][0].update(docs_checksum="xxh3:0"))

@@ -63,6 +63,21 @@ def test_rows_beyond_the_first_row_group(tmp_path: Path, monkeypatch: pytest.Mon
     ]
 
 
+def test_large_rows_are_written_as_they_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(provenance, "WAITING_BYTES", 10_000)
+    schema = pa.schema([*PROVENANCE_FIELDS, pa.field("html", pa.string())])
+    writer = SplitWriter(tmp_path, "train", task=0, shard_tokens=1000, docs_schema=schema)
+    for row in range(0, 40, 2):
+        columns = {"source_file": ["a"] * 2, "row": [row, row + 1], "num_bytes": [1] * 2, "html": [str(row) * 2000] * 2}
+        writer.append(np.zeros(2, np.uint32), np.ones(2, np.int64), pa.table(columns))
+    writer.finish()
+    file = pq.ParquetFile(first_docs(tmp_path))
+    assert 5 < file.metadata.num_row_groups < 20
+    assert file.metadata.serialized_size < 20_000  # no such column's least and largest value in the footer
+    assert file.read().column("row").to_pylist() == list(range(40))
+    assert file.read().column("html").to_pylist() == [str(row - row % 2) * 2000 for row in range(40)]
+
+
 def test_neighbours_come_from_one_read(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reads = []
     row_group_of = provenance._row_group_of
