@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from flame.errors import CorpusError, FlameError
-from flame.files import exclusive_lock, sha256_of_json, write_json
+from flame.files import exclusive_lock, remove_tree, sha256_of_json, write_json
 from flame.preprocess.config import BuildOptions
 from flame.preprocess.engines import ENGINES, choose_engine
 from flame.preprocess.executors import EXECUTORS, LocalExecutor
 from flame.preprocess.folder import (
     LOCK,
     PLAN,
+    VAL_PARTS,
     WORKERS_LOCK,
     check_folder,
     differences,
@@ -85,7 +86,11 @@ def build(options: BuildOptions) -> int:
         )
     check_folder(options.output)
     if (options.output / MANIFEST).is_file():
-        return _say_finished(options.output, make_plan(options, found, tokenizer))
+        code = _say_finished(options.output, make_plan(options, found, tokenizer))
+        if (options.output / VAL_PARTS).exists():  # a kill came between sealing and sweeping
+            with exclusive_lock(options.output / LOCK, what="this corpus"):
+                remove_tree(options.output / VAL_PARTS)
+        return code
     engine = choose_engine(options.engine)
     request = LoadRequest(engine=engine, tokenizer_json=tokenizer.json, parse_special=tokenizer.parse_special)
     with EXECUTORS[options.executor](request, options.worker_count) as executor:

@@ -21,8 +21,8 @@ class BuildOptions:
     dataset: tuple[str, ...] = option(
         help="files, patterns or folders to read, in this order (several: repeat the option or separate by commas); a "
         "folder is read with its subfolders in natural order (part-2 before part-10). Parquet, and jsonl and txt "
-        "(one document a line) plain or as .gz or .zst. In a folder, names that begin with . or _, *.md, README* and "
-        "LICENSE* are passed over; any other file that is no text is refused",
+        "(one document a line) plain or as .gz or .zst. In a folder, names that begin with . or _, *.md, README*, "
+        "LICENSE* and `datasets`' own notes are passed over; any other file that is no text is refused",
         metavar="PATH",
         repeat=True,
     )

@@ -14,7 +14,7 @@ from flame.errors import UsageError
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 FORMATS = {".parquet": "parquet", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".txt": "txt"}
 LATER = {".arrow": "arrow", ".csv": "csv", ".tsv": "tsv", ".bz2": "bzip2", ".xz": "xz", ".tar": "tar", ".zip": "zip"}
-_METADATA_NAME = re.compile(r"(\..*|_.*|.*\.md|readme.*|licen[sc]e.*)", re.IGNORECASE)
+_METADATA_NAME = re.compile(r"\..*|_.*|.*\.md|readme.*|licen[sc]e.*|dataset_infos?\.json|state\.json", re.IGNORECASE)
 _READABLE = ".parquet, .jsonl, .txt (the last two also as .gz and .zst)"
 _GENERIC_LOADERS = {"parquet", "json", "text"}
 

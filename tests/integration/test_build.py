@@ -357,13 +357,15 @@ def test_a_kill_while_sealing_leaves_what_sealing_again_completes(
         raise KeyboardInterrupt
 
     again = tmp_path / "again"
-    for place in ("flame.preprocess.seal.first_copies", "flame.preprocess.seal.write_manifest"):
+    for place in ("first_copies", "write_manifest", "remove_tree"):
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(place, die)
+            patch.setattr(f"flame.preprocess.seal.{place}", die)
             build_here(tmp_path / "raw", again, tiny_tokenizer, val_fraction=0.1)
-        assert not (again / "manifest.json").exists()
+        assert (again / "manifest.json").exists() == (place == "remove_tree")
+    assert (again / VAL_PARTS).exists()
     build_here(tmp_path / "raw", again, tiny_tokenizer, val_fraction=0.1)
     assert same_corpus(built, again)
+    assert not (again / VAL_PARTS).exists()
 
 
 # ---- options

@@ -58,7 +58,19 @@ def test_patterns(tmp_path: Path) -> None:
 
 
 def test_hidden_files_and_notes_are_passed_over_and_others_are_named(tmp_path: Path) -> None:
-    touch(tmp_path, ["a.jsonl", "_SUCCESS", ".a.jsonl.crc", "README.md", "LICENSE", "_temporary/b.jsonl", ".git/x"])
+    touch(
+        tmp_path,
+        [
+            "a.jsonl",
+            "_SUCCESS",
+            ".a.jsonl.crc",
+            "README.md",
+            "LICENSE",
+            "dataset_infos.json",
+            "_temporary/b.jsonl",
+            ".git/x",
+        ],
+    )
     assert find(tmp_path) == [str(tmp_path / "a.jsonl")]
     touch(tmp_path, ["a.idx"])
     with pytest.raises(UsageError, match=r"a\.idx"):
