@@ -117,6 +117,7 @@ def make_plan(options: BuildOptions, found: Sequence[FoundFile], tokenizer: Toke
         keep_columns=options.keep_columns,
         limit_documents=options.limit_documents,
         limit_bytes=options.limit_bytes,
+        on_error=options.on_error,
     )
     seed = options.seed if options.shuffled else None
     return Plan(

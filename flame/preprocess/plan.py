@@ -25,7 +25,8 @@ class InputFile:
     """A file as it was when the build was planned.
 
     `groups` are the (rows, bytes of text) of a parquet file's row groups, empty for lines of text. `stop` ends the
-    part that is read: a row, or a byte offset in the decompressed stream; None reads all.
+    part that is read: a row, or a byte offset in the decompressed stream; None reads all. A `damaged` file cannot be
+    described: reading it says so, or counts it, as the user chose.
     """
 
     path: str
@@ -35,6 +36,7 @@ class InputFile:
     mtime_ns: int
     groups: tuple[tuple[int, int], ...] = ()
     stop: int | None = None
+    damaged: bool = False
 
     @property
     def num_rows(self) -> int | None:
@@ -114,6 +116,8 @@ def target_bytes(total_bytes: int, shard_tokens: int) -> int:
 
 def cut_file(file: InputFile, piece_bytes: int) -> list[Piece]:
     """Return the file's pieces in order: row groups together, byte ranges, or a whole compressed file."""
+    if file.damaged:
+        return [_piece(file, 0, 0, 0)]
     if file.format == "parquet":
         return _cut_groups(file, piece_bytes)
     if file.compression is not None:

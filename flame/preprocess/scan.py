@@ -29,30 +29,46 @@ def scan_inputs(
     keep_columns: Sequence[str],
     limit_documents: int | None,
     limit_bytes: int | None,
+    on_error: str,
 ) -> tuple[tuple[InputFile, ...], Columns]:
     """Return the files as they are now, and the columns to read.
 
     Cost: a stat a file, the footer of each parquet file, the first lines of some jsonl files; with a limit, one
-    reading of what comes before it. Raises `InputError` where the text's column is absent or holds no text.
+    reading of what comes before it. Raises `InputError` where the text's column is absent or holds no text, and for a
+    file that is no parquet unless `on_error` is to skip it.
     """
-    schemas = {file.path: open_parquet(file.path).schema_arrow for file in found if file.format == "parquet"}
+    schemas = _schemas([file.path for file in found if file.format == "parquet"], on_error)
     text = _text_column(found, schemas, text_columns)
     for path, schema in schemas.items():
         _check_text_column(path, schema, text)
     columns = Columns(text=text, kept=_kept_schema(found, schemas, keep_columns))
-    files = (_input_file(file, text) for file in found)
+    files = (_input_file(file, text, file.format == "parquet" and file.path not in schemas) for file in found)
     return tuple(_limited(files, columns.text, limit_documents, limit_bytes)), columns
 
 
-def _input_file(file: FoundFile, text_column: str) -> InputFile:
+def _schemas(paths: Sequence[str], on_error: str) -> dict[str, pa.Schema]:
+    """Return the schemas by path, without those of damaged files if these are to be skipped."""
+    schemas = {}
+    for path in paths:
+        try:
+            schemas[path] = open_parquet(path).schema_arrow
+        except InputError:
+            if on_error == "fail":
+                raise
+    return schemas
+
+
+def _input_file(file: FoundFile, text_column: str, damaged: bool) -> InputFile:
     status = Path(file.path).stat()
+    described = file.format == "parquet" and not damaged
     return InputFile(
         path=file.path,
         format=file.format,
         compression=file.compression,
         size_bytes=status.st_size,
         mtime_ns=status.st_mtime_ns,
-        groups=group_sizes(open_parquet(file.path), text_column) if file.format == "parquet" else (),
+        groups=group_sizes(open_parquet(file.path), text_column) if described else (),
+        damaged=damaged,
     )
 
 
@@ -128,7 +144,7 @@ def _kept_schema(found: Sequence[FoundFile], schemas: dict[str, pa.Schema], name
 def _kept_field(name: str, schemas: dict[str, pa.Schema], only_parquet: bool) -> pa.Field:
     found = {path: field_of(schema, name) for path, schema in schemas.items()}
     kinds = {path: _plain(field.type) for path, field in found.items() if field is not None}
-    if not only_parquet:
+    if not only_parquet or not schemas:
         return pa.field(name, pa.string())
     if not kinds:
         path, schema = next(iter(schemas.items()))

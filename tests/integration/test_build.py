@@ -245,6 +245,18 @@ def test_malformed_input_fails_or_is_skipped_and_a_failed_build_may_go_on_skippi
         build_here(path, tmp_path / "out", tiny_tokenizer, on_error="fail")
 
 
+def test_a_file_that_is_no_parquet_fails_or_is_skipped_and_counted(tmp_path: Path, tiny_tokenizer: Path) -> None:
+    for part in range(3):
+        write_parquet(tmp_path / f"raw/{part}.parquet", some_texts(10, seed=part))
+    whole = (tmp_path / "raw/1.parquet").read_bytes()
+    (tmp_path / "raw/1.parquet").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(InputError, match=r"1\.parquet"):
+        build_here(tmp_path / "raw", tmp_path / "out", tiny_tokenizer)
+    manifest = build_here(tmp_path / "raw", tmp_path / "out", tiny_tokenizer, on_error="skip", no_shuffle=True)
+    assert texts_of(tmp_path / "out") == some_texts(10, seed=0) + some_texts(10, seed=2)
+    assert manifest.rejects == {"corrupt": 1}
+
+
 def test_limits_take_the_first_of_the_input(tmp_path: Path, tiny_tokenizer: Path) -> None:
     texts = some_texts(90)
     write_parquet(tmp_path / "raw/a.parquet", texts[:30], rows_a_group=8)

@@ -25,6 +25,7 @@ def scan(folder: Path, **options: Any) -> tuple[tuple[InputFile, ...], Columns]:
         "keep_columns": (),
         "limit_documents": None,
         "limit_bytes": None,
+        "on_error": "fail",
         **options,
     }
     return scan_inputs(find_inputs([str(folder)], data_dir=None, data_files=()), **chosen)

@@ -73,8 +73,13 @@ def group_sizes(file: pq.ParquetFile, text_column: str) -> tuple[tuple[int, int]
 
 
 def read_parquet(piece: Piece, columns: Columns, rejects: Rejects) -> Iterator[Documents]:
-    """Yield the documents of the piece's row groups; a damaged page is malformed input."""
-    file = open_parquet(piece.path)
+    """Yield the documents of the piece's row groups; a damaged page or file is malformed input."""
+    try:
+        file = open_parquet(piece.path)
+    except InputError as error:
+        what = f"{error.what}: {error.got}"
+        rejects.malformed("corrupt", what, path=piece.path, row=0, place=lambda: "the whole file")
+        return
     wanted = [columns.text, *(name for name in columns.kept_names if field_of(file.schema_arrow, name) is not None)]
     sizes = group_sizes(file, columns.text)
     row = piece.first_row
