@@ -93,14 +93,23 @@ def test_the_spelling_of_a_jsonl_changes_no_document(tmp_path: Path, change: Any
     end=st.sampled_from(["\n", "\r\n"]),
     last=st.booleans(),
     bom=st.booleans(),
+    chunk_bytes=st.integers(1, 50),
 )
 def test_cutting_a_file_anywhere_reads_each_line_once(
-    tmp_path_factory: pytest.TempPathFactory, lines: list[str], piece_bytes: int, end: str, last: bool, bom: bool
+    tmp_path_factory: pytest.TempPathFactory,
+    lines: list[str],
+    piece_bytes: int,
+    end: str,
+    last: bool,
+    bom: bool,
+    chunk_bytes: int,
 ) -> None:
     path = tmp_path_factory.mktemp("cut") / "a.jsonl"
     data = (end.join(json.dumps({"text": f"<{line}"}, ensure_ascii=False) for line in lines) + end * last).encode()
     path.write_bytes(stream.BOM * bom + data)
-    texts, rows, _ = read(path, piece_bytes=piece_bytes)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stream, "CHUNK_BYTES", chunk_bytes)
+        texts, rows, _ = read(path, piece_bytes=piece_bytes)
     assert texts == [f"<{line}" for line in lines]
     assert rows == sorted(set(rows))
 

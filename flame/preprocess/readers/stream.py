@@ -111,33 +111,33 @@ def lines_between(stream: ByteStream, start: int, stop: int | None) -> Iterator[
     order mark before the first. A range that starts inside a line leaves that line to the range before it. On a
     damaged stream the unfinished line is not given.
     """
-    for offset, line in _lines(stream):
-        if stop is not None and offset >= stop:
-            return
-        if offset >= start:
-            yield offset, _without_ends(line, offset)
+    begin = position = stream.start  # where the line at hand begins, and what was read so far
+    pending: list[bytes] = []
+    for chunk in stream.chunks():
+        first, *rest = chunk.split(b"\n")
+        if begin >= start:
+            pending.append(first)
+        if rest:
+            if begin >= start:
+                yield begin, _without_ends(b"".join(pending), begin)
+            begin = position + len(first) + 1
+            for line in rest[:-1]:
+                if stop is not None and begin >= stop:
+                    return
+                yield begin, _without_ends(line, begin)
+                begin += len(line) + 1
+            pending = [rest[-1]]
+        position += len(chunk)
+        if stop is not None and (begin if begin >= start else position) >= stop:
+            return  # also in the middle of a line of the range before, however long it is
+    last = b"".join(pending)
+    if last and begin >= start:
+        yield begin, _without_ends(last, begin)
 
 
 def range_stream(path: str, compression: str | None, start: int) -> ByteStream:
     """Return the stream for the lines that begin at or after `start`: one byte earlier, to see whether a line does."""
     return ByteStream(path, compression, max(start - 1, 0))
-
-
-def _lines(stream: ByteStream) -> Iterator[tuple[int, bytes]]:
-    offset = stream.start
-    pending: list[bytes] = []
-    for chunk in stream.chunks():
-        parts = chunk.split(b"\n")
-        pending.append(parts[0])
-        if len(parts) == 1:
-            continue
-        for line in (b"".join(pending), *parts[1:-1]):
-            yield offset, line
-            offset += len(line) + 1
-        pending = [parts[-1]]
-    last = b"".join(pending)
-    if last:
-        yield offset, last
 
 
 def line_number(path: str, compression: str | None, offset: int) -> int:
