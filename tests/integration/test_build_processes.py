@@ -120,7 +120,7 @@ def test_killed_five_times_it_ends_as_if_undisturbed(work: Path, tmp_path: Path)
     total = receipts(work / "expected")
     for kill in range(5):
         with running(work, output) as process:
-            wanted = min(receipts(output) + moments.randint(0, total // 5), total - 1)
+            wanted = min(receipts(output) + moments.randint(0, total // 10), total - 1)
             assert until(
                 lambda wanted=wanted, process=process: receipts(output) >= wanted or process.poll() is not None
             )
