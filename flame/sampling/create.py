@@ -1,0 +1,230 @@
+"""`flame-mix create`: corpora and weights to a mixture manifest, and what a run of it would draw."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from flame.config import option, parse_count
+from flame.errors import MixtureError, UsageError
+from flame.sampling.interleave import integer_weights
+from flame.sampling.mixture import (
+    DEFAULT_DATA_SEED,
+    Mixture,
+    Source,
+    Stage,
+    open_mixture,
+    source_of,
+    split_corpus_text,
+    write_mixture,
+)
+from flame.sampling.plan import check_epochs
+from flame.sampling.show import mixture_table
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceText:
+    """One `--source` as typed: NAME=PATH[@SPLIT][:WEIGHT]."""
+
+    name: str
+    corpus: Path
+    split: str
+    weight: float | None
+
+
+def parse_source(text: str) -> SourceText:
+    """Return the source that NAME=PATH[@SPLIT][:WEIGHT] stands for; what follows the last colon is the weight."""
+    name, equals, rest = text.partition("=")
+    if not equals or not name or not rest:
+        raise UsageError("it names no source", expected="NAME=PATH[@SPLIT][:WEIGHT], such as web=corpora/web:0.7")
+    path, colon, weight = rest.rpartition(":")
+    if not colon or "/" in weight:
+        path, weight = rest, ""
+    folder, split = split_corpus_text(path)
+    if not folder:
+        raise UsageError("it names no corpus", expected="NAME=PATH[@SPLIT][:WEIGHT], such as web=corpora/web:0.7")
+    try:
+        value = float(weight) if colon and weight else None
+    except ValueError:
+        raise UsageError(
+            f"its weight {weight!r} is no number", expected="NAME=PATH[@SPLIT][:WEIGHT], such as web=corpora/web:0.7"
+        ) from None
+    return SourceText(name=name, corpus=Path(folder), split=split, weight=value)
+
+
+def parse_cap(text: str) -> tuple[str | None, float]:
+    """Return (source, epochs) of `NAME=N`, or (None, epochs) of one number for all."""
+    name, equals, number = text.rpartition("=")
+    try:
+        epochs = float(number)
+    except ValueError:
+        raise UsageError("it is no number of epochs", expected="NAME=N or N, such as code=4") from None
+    if not math.isfinite(epochs) or epochs <= 0:
+        raise UsageError("it is no number of epochs", expected="a finite number above 0")
+    return (name if equals else None), epochs
+
+
+@dataclass(frozen=True, kw_only=True)
+class CreateOptions:
+    """The options of `flame-mix create`."""
+
+    source: tuple[SourceText, ...] = option(
+        help="a source of the mixture, once for each: its name, its corpus folder, the split (train where left out), "
+        "and its weight, a share of tokens; weights need not sum to 1",
+        metavar="NAME=PATH[@SPLIT][:WEIGHT]",
+        parse=parse_source,
+        repeat=True,
+    )
+    natural: bool = option(False, help="weigh sources by their tokens, as if they were one corpus")
+    temperature: float | None = option(
+        None, help="weigh sources by tokens to the power of 1/temperature: 1 is natural, more evens them out"
+    )
+    min_proportion: float = option(
+        0.0, help="with --natural or --temperature: no source gets less than this share of tokens"
+    )
+    max_epochs: tuple[tuple[str | None, float], ...] = option(
+        (), help="how often a source may be seen at most: NAME=N, or N for all", parse=parse_cap, repeat=True
+    )
+    tokens: int | None = option(
+        None, help="how many tokens the run will train on, to plan for", unit="tokens", parse=parse_count
+    )
+    seed: int = option(DEFAULT_DATA_SEED, help="data seed: with the weights, it alone decides the order of samples")
+    output: Path = option(help="the mixture manifest to write, a .json file")
+    overwrite: bool = option(False, help="replace a mixture manifest that is there and differs")
+
+    def __post_init__(self) -> None:
+        by_tokens = self.natural or self.temperature is not None
+        if self.natural and self.temperature is not None:
+            raise UsageError("--natural and --temperature exclude each other", fix="--temperature 1 is natural")
+        if self.temperature is not None and not (math.isfinite(self.temperature) and self.temperature > 0):
+            raise UsageError("--temperature is no temperature", got=self.temperature, expected="a number above 0")
+        if self.min_proportion and not by_tokens:
+            raise UsageError("--min_proportion goes with --natural or --temperature", fix="Raise the weight itself")
+        if not 0 <= self.min_proportion * len(self.source) <= 1:
+            raise UsageError(
+                "--min_proportion leaves no room",
+                got=f"{self.min_proportion} for each of {len(self.source)} sources",
+                expected=f"from 0 to {1 / len(self.source):g}",
+            )
+        for source in self.source:
+            _check_weight(source, by_tokens=by_tokens)
+        _check_names([source.name for source in self.source], self.max_epochs)
+
+
+def create(options: CreateOptions) -> int:
+    """Write the manifest and print its plan; one that is there already is left alone where it says the same."""
+    mixture = mixture_of(options)
+    splits = open_mixture(mixture)
+    print("\n".join(mixture_table(mixture, [split.num_documents for split in splits], options.tokens)))
+    if options.tokens is not None:
+        check_epochs(mixture, options.tokens)
+    if _is_there(options, mixture):
+        print(f"flame-mix create: {options.output} is there already and says the same", file=sys.stderr)
+    else:
+        write_mixture(options.output, mixture)
+        print(f"flame-mix create: wrote {options.output}", file=sys.stderr)
+    return 0
+
+
+def mixture_of(options: CreateOptions) -> Mixture:
+    """Return the mixture that the options describe. Opens the corpora's manifests."""
+    caps = dict(options.max_epochs)
+    sources = [
+        source_of(text.name, text.corpus, text.split, max_epochs=caps.get(text.name, caps.get(None)))
+        for text in options.source
+    ]
+    stage = Stage(start_tokens=0, weights=_slots(options, sources))
+    return Mixture(data_seed=options.seed, sources=tuple(sources), stages=(stage,))
+
+
+def _slots(options: CreateOptions, sources: Sequence[Source]) -> tuple[int, ...]:
+    names = [source.name for source in sources]
+    given = [text.weight for text in options.source if text.weight is not None]
+    if given:
+        return integer_weights(names, given)
+    tokens = [source.num_tokens for source in sources]
+    weights = floored(tempered(tokens, options.temperature or 1.0), options.min_proportion)
+    try:
+        return integer_weights(names, weights)
+    except UsageError as error:  # the corpora's sizes are at fault, not the command line
+        raise MixtureError(
+            error.what,
+            got=error.got,
+            expected=error.expected,
+            fix="Give --min_proportion 0.000001, or leave the source out",
+        ) from error
+
+
+def tempered(num_tokens: Sequence[int], temperature: float) -> list[float]:
+    """Return proportions: tokens to the power of 1/temperature, normalised. Source: Conneau & Lample 2019 (XLM)."""
+    largest = max(num_tokens)
+    powers = [(count / largest) ** (1 / temperature) if count else 0.0 for count in num_tokens]
+    return [power / math.fsum(powers) for power in powers]
+
+
+def floored(proportions: Sequence[float], least: float) -> list[float]:
+    """Return proportions none of which is below `least`; the others keep theirs to one another and sum to what is left.
+
+    `least` times their number is at most 1.
+    """
+    raised: set[int] = set()
+    while True:
+        left = math.fsum(share for i, share in enumerate(proportions) if i not in raised)
+        scale = (1 - least * len(raised)) / left if left else 0.0
+        below = {i for i, share in enumerate(proportions) if i not in raised and share * scale < least}
+        if not below:
+            return [least if i in raised else share * scale for i, share in enumerate(proportions)]
+        raised |= below
+
+
+def _check_weight(source: SourceText, *, by_tokens: bool) -> None:
+    if by_tokens and source.weight is not None:
+        raise UsageError(
+            "--natural and --temperature make the weights: none can be given",
+            got=f"--source {source.name} with the weight {source.weight:g}",
+            fix="Leave the weights out, or --natural and --temperature",
+        )
+    if not by_tokens and source.weight is None:
+        raise UsageError(
+            "a source has no weight",
+            got=f"--source {source.name}={source.corpus}",
+            expected="NAME=PATH[@SPLIT]:WEIGHT",
+            fix="Give every source a weight, or --natural to weigh them by their tokens",
+        )
+
+
+def _check_names(names: Sequence[str], caps: Sequence[tuple[str | None, float]]) -> None:
+    for name in names:
+        if not re.fullmatch(r"[^=@:/,\s]+", name) or names.count(name) > 1:
+            raise UsageError(
+                "--source needs a name of its own", got=repr(name), expected="each once, without = @ : / , or spaces"
+            )
+    for capped, _ in caps:
+        if capped is not None and capped not in names:
+            raise UsageError("--max_epochs names no source", got=capped, expected="one of " + ", ".join(names))
+
+
+def _is_there(options: CreateOptions, mixture: Mixture) -> bool:
+    """Return whether the output says the same already; raises unless what is there may be replaced."""
+    path = options.output
+    if not path.exists():
+        return False
+    try:
+        found = json.loads(path.read_bytes())
+    except (ValueError, OSError):
+        found = None
+    if found == mixture.to_json(path.parent):
+        return True
+    is_mixture = isinstance(found, dict) and "stages" in found and "data_seed" in found
+    if is_mixture and options.overwrite:
+        return False
+    raise MixtureError(
+        "the output is there already, and is " + ("another mixture" if is_mixture else "no mixture manifest"),
+        where=path,
+        fix="Choose another --output, or add --overwrite" if is_mixture else "Choose another --output",
+    )

@@ -1,0 +1,115 @@
+"""How much of each source a run of some length draws, and whether that stays below the caps on epochs. Pure."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from flame.errors import MixtureError
+from flame.sampling.interleave import TABLE_SLOTS
+from flame.sampling.mixture import Mixture
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourcePlan:
+    """What one stage draws of one source.
+
+    `proportion` is in tokens; `share_of_documents` is the same in documents, as if each had its source's mean length.
+    `tokens_drawn` are the stage's, `epochs` count from the start of the run to the stage's end. None is unknown.
+    """
+
+    name: str
+    num_tokens: int
+    proportion: float
+    share_of_documents: float | None
+    tokens_drawn: int | None
+    epochs: float | None
+    max_epochs: float | None
+
+
+def stage_lengths(mixture: Mixture, num_tokens: int | None) -> list[int | None]:
+    """Return how many of a run's `num_tokens` each stage draws; the last is None for a run of unknown length."""
+    starts = [stage.start_tokens for stage in mixture.stages]
+    if num_tokens is None:
+        return [after - before for before, after in itertools.pairwise(starts)] + [None]
+    stops = [*starts[1:], num_tokens]
+    return [max(0, min(stop, num_tokens) - start) for start, stop in zip(starts, stops, strict=True)]
+
+
+def plan_stages(
+    mixture: Mixture, documents: Sequence[int | None], num_tokens: int | None
+) -> list[tuple[SourcePlan, ...]]:
+    """Return a plan a stage, a row a source. `documents` are the sources' numbers of them, None where unknown."""
+    drawn_before: list[int] | None = [0] * len(mixture.sources)
+    plans = []
+    for stage, length in zip(mixture.stages, stage_lengths(mixture, num_tokens), strict=True):
+        shares = _shares_of_documents(mixture, documents, stage.weights)
+        drawn = None if length is None else [rounded(weight * length, TABLE_SLOTS) for weight in stage.weights]
+        until = None if drawn is None or drawn_before is None else list(map(sum, zip(drawn_before, drawn, strict=True)))
+        plans.append(
+            tuple(
+                SourcePlan(
+                    name=source.name,
+                    num_tokens=source.num_tokens,
+                    proportion=stage.weights[i] / TABLE_SLOTS,
+                    share_of_documents=None if shares is None else shares[i],
+                    tokens_drawn=None if drawn is None else drawn[i],
+                    epochs=None if until is None else until[i] / max(1, source.num_tokens),
+                    max_epochs=source.max_epochs,
+                )
+                for i, source in enumerate(mixture.sources)
+            )
+        )
+        drawn_before = until
+    return plans
+
+
+def check_epochs(mixture: Mixture, num_tokens: int) -> None:
+    """Raise `MixtureError` if a run of `num_tokens` repeats a source beyond its `max_epochs`."""
+    over = [
+        row
+        for row in plan_stages(mixture, [None] * len(mixture.sources), num_tokens)[-1]
+        if row.max_epochs is not None and row.epochs is not None and row.epochs > row.max_epochs
+    ]
+    if not over:
+        return
+    least = min(over, key=lambda row: longest_run(mixture, row.name))
+    raise MixtureError(
+        "the run would repeat " + ("a source" if len(over) == 1 else "sources") + " beyond max_epochs",
+        got="; ".join(f"{row.name!r}: {row.epochs:.3f} epochs of at most {row.max_epochs:g}" for row in over)
+        + f"; for {num_tokens:,} tokens",
+        expected=f"at most {longest_run(mixture, least.name):,} tokens with these weights and caps",
+        fix="Train on fewer tokens, lower the weight, add data, or raise --max_epochs",
+    )
+
+
+def longest_run(mixture: Mixture, name: str) -> int:
+    """Return the most tokens a run can have before the source `name`, which has a cap, passes it."""
+    i = next(i for i, source in enumerate(mixture.sources) if source.name == name)
+    source = mixture.sources[i]
+    assert source.max_epochs is not None, "a source with a cap"
+    left = int(source.max_epochs * source.num_tokens) * TABLE_SLOTS  # in slot-tokens
+    for stage, length in zip(mixture.stages, stage_lengths(mixture, None), strict=True):
+        weight = stage.weights[i]
+        if weight and (length is None or weight * length > left):
+            return stage.start_tokens + left // weight
+        left -= weight * (length or 0)
+    raise AssertionError("a run of this mixture passes the cap")
+
+
+def rounded(part: int, whole: int) -> int:
+    """Return part / whole rounded to the nearest integer, halves up, exactly."""
+    return (2 * part + whole) // (2 * whole)
+
+
+def _shares_of_documents(
+    mixture: Mixture, documents: Sequence[int | None], weights: Sequence[int]
+) -> list[float] | None:
+    drawn = []
+    for source, count, weight in zip(mixture.sources, documents, weights, strict=True):
+        if count is None and weight:
+            return None
+        drawn.append(weight * (count or 0) / max(1, source.num_tokens))
+    total = sum(drawn)
+    return [value / total for value in drawn] if total else None
