@@ -87,7 +87,7 @@ class Option:
 
     @property
     def is_flag(self) -> bool:
-        return self.type is bool
+        return self.type is bool or self.type == (bool | None)
 
 
 @dataclass(frozen=True, kw_only=True)

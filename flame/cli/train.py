@@ -1,0 +1,41 @@
+"""`flame-train`: train a model; `NGPU=8 flame-train …` launches eight ranks itself."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from flame.config import guarded, help_text, take_debug
+from flame.train.config import TrainConfig, parse_train_config
+from flame.train.launch import launch, plan_from_environment
+
+_DESCRIPTION = (
+    "Train a causal language model on corpora of token shards. One process, or with NGPU=<n> as many ranks on this "
+    "host (NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT for several), or under torchrun -m flame.train. "
+    "Options may stand in a TOML file (--job.config_file); the command line wins."
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `flame-train` on the command line's arguments; returns its exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    debug, options = take_debug(words)
+    if any(word in ("-h", "--help") for word in options):
+        print(help_text(TrainConfig, usage="flame-train [--section.option value …]", description=_DESCRIPTION))
+        return 0
+
+    def run() -> int:
+        parse_train_config(options)  # a wrong call is told once, not by every rank
+        plan = plan_from_environment(dict(os.environ))
+        if plan is not None:
+            return launch(plan, words)
+        from flame.train.__main__ import main as run_rank
+
+        return run_rank(words)
+
+    return guarded(run, debug=debug, program="flame-train")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

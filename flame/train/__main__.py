@@ -1,0 +1,35 @@
+"""`python -m flame.train`: one rank; what torchrun and our launcher start."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from flame.config import guarded, help_text, take_debug
+from flame.train.config import TrainConfig, parse_train_config
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one rank with these options; returns the exit code of the contract (docs/design.md, 1)."""
+    debug, words = take_debug(list(sys.argv[1:] if argv is None else argv))
+    if any(word in ("-h", "--help") for word in words):
+        print(help_text(TrainConfig, usage="flame-train [--section.option value …]", description=__doc__ or ""))
+        return 0
+    rank = os.environ.get("RANK", "0")
+    return guarded(
+        lambda: _train(words), debug=debug, program="flame-train" if rank == "0" else f"flame-train, rank {rank}"
+    )
+
+
+def _train(words: Sequence[str]) -> int:
+    config = parse_train_config(words)
+    if config.training.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
+    from flame.train.loop import train  # torch and transformers load in seconds: not for a wrong call
+
+    return train(config, words)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

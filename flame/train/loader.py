@@ -1,0 +1,205 @@
+"""Steps of data, read ahead by threads: the samples of a step are a function of `consumed_samples` alone.
+
+The reader is memory-mapped and spends its time outside Python's lock, so threads are enough, and a thread that reads
+ahead holds no state that a resume would need.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from flame.errors import TrainingError
+from flame.sampling.packing import PackedBatch, pack_windows
+from flame.sampling.sampler import BatchGeometry, Sampler, sample_indices
+from flame.shards.reader import Split
+
+_LOCATED_SAMPLES = 4096  # at once: locating has a fixed cost, and 4096 samples are 80 KB
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch:
+    """A packed batch as tensors; `lengths` (numpy) are those of its sequences, for counting operations."""
+
+    input_ids: Tensor
+    labels: Tensor
+    positions: Tensor
+    cu_seqlens: Tensor | None
+    max_seqlen: int | None
+    lengths: NDArray[np.int64]
+
+    def to(self, device: torch.device) -> MicroBatch:
+        """Return the batch on `device`; a copy of pinned memory does not wait."""
+        if device.type == "cpu":
+            return self
+        return replace(
+            self,
+            input_ids=self.input_ids.to(device, non_blocking=True),
+            labels=self.labels.to(device, non_blocking=True),
+            positions=self.positions.to(device, non_blocking=True),
+            cu_seqlens=None if self.cu_seqlens is None else self.cu_seqlens.to(device, non_blocking=True),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepBatch:
+    """All that one rank sees in a step. Counts are this rank's; `consumed_samples` is the run's, after the step."""
+
+    micro_batches: tuple[MicroBatch, ...]
+    num_labels: int
+    samples: NDArray[np.int64]
+    tokens_by_source: NDArray[np.int64]
+    consumed_samples: int
+
+
+class StepLoader:
+    """Iterates over steps from `consumed_samples` on, for ever, in order, `prefetch_steps` ahead in `num_threads`.
+
+    With 0 threads every step is read when it is asked for. `num_embeddings` bounds token ids: a larger one raises
+    `TrainingError` before it reaches the model. What goes wrong in a thread is raised by the step that it was for.
+    Close it when done.
+    """
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        splits: Sequence[Split],
+        geometry: BatchGeometry,
+        *,
+        dp_rank: int,
+        consumed_samples: int,
+        num_embeddings: int,
+        device: torch.device,
+        num_threads: int = 1,
+        prefetch_steps: int = 2,
+    ) -> None:
+        self.wait_seconds = 0.0
+        """How long the last step was waited for."""
+        self._splits = splits
+        self._geometry = geometry
+        self._num_embeddings = num_embeddings
+        self._device = device
+        self._planned = plan_steps(sampler, geometry, dp_rank=dp_rank, consumed_samples=consumed_samples)
+        self._ahead: deque[Future[StepBatch]] = deque()
+        self._prefetch_steps = max(1, prefetch_steps)
+        self._threads = (
+            ThreadPoolExecutor(num_threads, "flame-loader", initializer=_use_device, initargs=(device,))
+            if num_threads > 0
+            else None
+        )
+
+    def __iter__(self) -> StepLoader:
+        return self
+
+    def __next__(self) -> StepBatch:
+        began = time.perf_counter()
+        step = self._read(next(self._planned)) if self._threads is None else self._take(self._threads)
+        if self._device.type != "cpu":
+            step = replace(step, micro_batches=tuple(batch.to(self._device) for batch in step.micro_batches))
+        self.wait_seconds = time.perf_counter() - began
+        return step
+
+    def close(self) -> None:
+        """Stop reading ahead and join the threads."""
+        if self._threads is not None:
+            self._threads.shutdown(cancel_futures=True)
+
+    def _take(self, threads: ThreadPoolExecutor) -> StepBatch:
+        while len(self._ahead) <= self._prefetch_steps:
+            self._ahead.append(threads.submit(self._read, next(self._planned)))
+        return self._ahead.popleft().result()
+
+    def _read(self, planned: PlannedStep) -> StepBatch:
+        """Read a step into host memory, pinned where it will be copied to a GPU."""
+        batches = [self._pack(planned, micro_step) for micro_step in range(self._geometry.accumulation)]
+        return StepBatch(
+            micro_batches=tuple(on_host(batch, pinned=self._device.type == "cuda") for batch in batches),
+            num_labels=sum(batch.num_labels for batch in batches),
+            samples=planned.samples.reshape(-1),
+            tokens_by_source=planned.tokens_by_source,
+            consumed_samples=planned.consumed_samples,
+        )
+
+    def _pack(self, planned: PlannedStep, micro_step: int) -> PackedBatch:
+        sources, offsets = planned.sources[micro_step], planned.offsets[micro_step].tolist()
+        windows = [(self._splits[source], offset) for source, offset in zip(sources.tolist(), offsets, strict=True)]
+        batch = pack_windows(windows, self._geometry, sources=sources, samples=planned.samples[micro_step])
+        if batch.max_token_id >= self._num_embeddings:
+            raise TrainingError(
+                "a sample holds a token id that the model has no embedding for",
+                where=f"samples {batch.samples[0]} to {batch.samples[-1]}",
+                got=f"id {batch.max_token_id}",
+                expected=f"ids below {self._num_embeddings}",
+                fix="The corpus changed after it was sealed: check it with flame-preprocess verify",
+            )
+        return batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedStep:
+    """Which windows a rank reads for a step (`[accumulation, windows]`), and what `StepBatch` tells of them."""
+
+    samples: NDArray[np.int64]
+    sources: NDArray[np.int32]
+    offsets: NDArray[np.int64]
+    tokens_by_source: NDArray[np.int64]
+    consumed_samples: int
+
+
+def plan_steps(
+    sampler: Sampler, geometry: BatchGeometry, *, dp_rank: int, consumed_samples: int
+) -> Iterator[PlannedStep]:
+    """Yield a rank's steps, for ever; many are located at once."""
+    per_step, per_rank = geometry.samples_per_step, geometry.samples_per_step // geometry.dp_size
+    num_steps, num_sources = max(1, _LOCATED_SAMPLES // per_rank), len(sampler.mixture.sources)
+    while True:
+        firsts = [consumed_samples + i * per_step for i in range(num_steps)]
+        samples = np.stack([sample_indices(geometry, first, dp_rank) for first in firsts])
+        located = sampler.locate(samples.reshape(-1))
+        step_of = np.repeat(np.arange(num_steps), per_rank)
+        counts = np.bincount(step_of * num_sources + located.source, minlength=num_steps * num_sources)
+        shape = (num_steps, geometry.accumulation, -1)
+        for step, first in enumerate(firsts):
+            yield PlannedStep(
+                samples=samples.reshape(shape)[step],
+                sources=located.source.reshape(shape)[step],
+                offsets=located.offset.reshape(shape)[step],
+                tokens_by_source=counts.reshape(num_steps, -1)[step] * geometry.window_len,
+                consumed_samples=first + per_step,
+            )
+        consumed_samples = firsts[-1] + per_step
+
+
+def on_host(batch: PackedBatch, *, pinned: bool) -> MicroBatch:
+    """Return a packed batch as tensors: the same memory, or a pinned copy."""
+
+    def tensor(array: NDArray[np.int32]) -> Tensor:
+        return torch.from_numpy(array).pin_memory() if pinned else torch.from_numpy(array)
+
+    return MicroBatch(
+        input_ids=tensor(batch.input_ids),
+        labels=tensor(batch.labels),
+        positions=tensor(batch.positions),
+        cu_seqlens=None if batch.cu_seqlens is None else tensor(batch.cu_seqlens),
+        max_seqlen=batch.max_seqlen,
+        lengths=batch.lengths.astype(np.int64),
+    )
+
+
+def to_device(batch: PackedBatch, device: torch.device) -> MicroBatch:
+    """Return a packed batch as tensors on `device`."""
+    return on_host(batch, pinned=device.type == "cuda").to(device)
+
+
+def _use_device(device: torch.device) -> None:
+    """Let a reading thread pin memory for its rank's own GPU: a new thread's is the first one of the host."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)

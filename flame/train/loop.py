@@ -1,0 +1,310 @@
+"""The training loop: from a configuration to a trained model, top to bottom.
+
+Every step is a pure function of the state before it: the samples from `consumed_samples` on, the learning rate of the
+step, the random numbers of (training.seed, step, dp_rank). So a resumed run is the uninterrupted run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import hashlib
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flame.errors import TrainingError
+from flame.train.checkpoint import TrainState, save_checkpoint
+from flame.train.checkpoint_files import retain_latest
+from flame.train.config import TrainConfig, to_toml
+from flame.train.distributed import World, join_world, raise_together, set_collective_timeout, sum_across_ranks
+from flame.train.flops import ModelFlops, peak_flops
+from flame.train.loader import StepBatch, StepLoader
+from flame.train.log import configure_logging, log
+from flame.train.metrics import IntervalClock, MetricsFile, StepMetrics, console_line, memory_use, use_color
+from flame.train.model import CausalLMLoss
+from flame.train.optimizer import apply_hyperparameters, clip_and_scale
+from flame.train.parallelize import reshard
+from flame.train.run import METRICS, write_status
+from flame.train.schedule import lr_factor
+from flame.train.setup import Run, prepare
+from flame.train.signals import EXIT_PREEMPTED, StopRequest
+from flame.train.validation import validate
+
+MAX_SKIPPED_IN_A_ROW = 100
+
+
+def train(config: TrainConfig, argv: Sequence[str] = ()) -> int:
+    """Run a configuration to its end, or to a stop signal; returns the exit code (0 or 75).
+
+    `argv` is kept in segments.jsonl. Every rank calls it. Raises `FlameError` for what a user can mend.
+    """
+    began = time.monotonic()
+    stop = StopRequest()
+    stop.install()
+    with join_world(
+        replicate=config.training.data_parallel_replicate_degree,
+        shard=config.training.data_parallel_shard_degree,
+        init_timeout_seconds=config.comm.init_timeout_seconds,
+        shutdown_timeout_seconds=config.comm.shutdown_timeout_seconds,
+    ) as world:
+        configure_logging(world.rank, world.size)
+        if config.job.print_args:
+            log.info("resolved configuration:\n%s", to_toml(config))
+        run = prepare(config, world, argv)
+        return run_steps(run, stop, began)
+
+
+def run_steps(run: Run, stop: StopRequest, began: float) -> int:
+    """Train from `run.state` to the last step, or until a stop is asked for; `began` is when the process started."""
+    config, world, geometry, state, latest = run.config, run.world, run.geometry, run.state, run.latest
+    training, folder, total_steps = config.training, config.job.dump_folder, run.total_steps
+    log.info(
+        "%d steps of %s tokens: %d ranks × %d rows × %d micro-batches of %d tokens; warm-up %d steps",
+        *(total_steps, f"{geometry.tokens_per_step:,}", world.size, geometry.micro_batch, geometry.accumulation),
+        *(geometry.seq_len, run.warmup_steps),
+    )
+    loader = StepLoader(
+        run.sampler,
+        run.data.splits,
+        geometry,
+        dp_rank=world.dp_rank,
+        consumed_samples=state.consumed_samples,
+        num_embeddings=run.num_embeddings,
+        device=world.device,
+        num_threads=training.num_workers,
+        prefetch_steps=max(1, training.num_workers) * training.prefetch_factor,
+    )
+    parameters = list(run.module.parameters())
+    metrics_file = MetricsFile(folder / METRICS if world.is_main else None)
+    color = use_color(disabled=config.metrics.disable_color_printing)
+    source_names = [source.name for source in run.data.mixture.sources]
+    peak = peak_flops(world.device)
+    clock = IntervalClock()
+    elapsed_before, train_began = state.elapsed_seconds, time.monotonic()
+    first_step, skipped_in_a_row, stopped = state.step + 1, 0, False
+    gc.collect()
+    gc.disable()
+
+    with _failure_told(folder, world, lambda: (state.step, latest)), contextlib.closing(loader):
+        while state.step < total_steps:
+            step = state.step + 1
+            last_step = step == total_steps
+
+            # ---- what all ranks agree on: the labels of the global batch, and whether to stop
+            batch = next(loader)
+            own_flops = 0 if run.flops is None else _count_flops(run.flops, batch)
+            num_labels, step_flops, stop_votes = sum_across_ranks(
+                [batch.num_labels, own_flops, int(stop.received is not None)]
+            )
+            if stop_votes:
+                stopped = True
+                break
+
+            # ---- forward, backward, update
+            lr = config.optimizer.lr * lr_factor(
+                step - 1,
+                warmup_steps=run.warmup_steps,
+                total_steps=total_steps,
+                decay_ratio=config.lr_scheduler.decay_ratio,
+                decay_type=config.lr_scheduler.decay_type,
+                lr_min=config.lr_scheduler.lr_min,
+            )
+            apply_hyperparameters(run.optimizer, config.optimizer, lr)
+            torch.manual_seed(step_seed(training.seed, step, world.dp_rank))
+            own_loss = _backward(run.module, batch)
+            grad_norm = clip_and_scale(parameters, 1.0 / max(num_labels, 1), training.max_norm)
+            skipped = num_labels == 0 or (training.skip_nan_inf and not bool(torch.isfinite(grad_norm)))
+            if not skipped:
+                run.optimizer.step()
+            run.optimizer.zero_grad(set_to_none=True)
+
+            # ---- the state after the step
+            state = replace(
+                state,
+                step=step,
+                consumed_samples=batch.consumed_samples,
+                consumed_tokens=state.consumed_tokens + geometry.tokens_per_step,
+                skipped_steps=state.skipped_steps + int(skipped),
+                elapsed_seconds=elapsed_before + time.monotonic() - train_began,
+            )
+            clock.count_step(
+                num_tokens=geometry.tokens_per_step,
+                wait_seconds=loader.wait_seconds,
+                flops=None if run.flops is None else step_flops,
+            )
+            skipped_in_a_row = skipped_in_a_row + 1 if skipped else 0
+            if skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
+                raise TrainingError(
+                    f"{skipped_in_a_row} updates in a row were skipped",
+                    where=f"step {step}",
+                    fix="Lower optimizer.lr, lengthen the warm-up, or look at the data with flame-mix samples",
+                )
+            if step == first_step:
+                set_collective_timeout(world, config.comm.train_timeout_seconds)
+                log.info("first step done %.1f s after the start", time.monotonic() - began)
+
+            # ---- now and then: validate, log, save
+            saves = config.checkpoint.enable_checkpoint and (last_step or step % config.checkpoint.interval == 0)
+            validates = bool(run.validation_sets) and (last_step or step % config.validation.freq == 0)
+            logs = validates or last_step or step == first_step or step % config.metrics.log_freq == 0
+            if (saves or logs) and not skipped:
+                _refuse_nan(grad_norm, step)
+            scores: dict[str, dict[str, float | None]] = {}
+            if validates:
+                with clock.paused():
+                    scores = {c.name: validate(run.module, c, geometry, world) for c in run.validation_sets}
+                    reshard(run.module)
+            if logs:
+                avg_loss, max_loss, tokens_by_source = _gather_losses(own_loss, batch, num_labels, world)
+                line = StepMetrics(
+                    step=step,
+                    consumed_samples=state.consumed_samples,
+                    consumed_tokens=state.consumed_tokens,
+                    segment=run.segment.number,
+                    stage=run.sampler.stage_at(batch.consumed_samples - 1),
+                    avg_loss=avg_loss,
+                    max_loss=max_loss,
+                    lr=lr,
+                    grad_norm=float(grad_norm),
+                    skipped_steps=state.skipped_steps,
+                    interval=clock.next_interval(),
+                    world_size=world.size,
+                    peak_flops=peak,
+                    memory=memory_use(world.device),
+                    tokens_by_source=dict(zip(source_names, tokens_by_source, strict=True)),
+                    validation=scores,
+                ).to_json()
+                metrics_file.write(line)
+                elapsed = state.elapsed_seconds
+                log.info(console_line(line, total_steps=total_steps, elapsed_seconds=elapsed, color=color))
+            if saves:
+                with clock.paused():
+                    latest = save(run, state)
+            if step % training.gc_freq == 0:
+                gc.collect(1)
+
+        if stopped and config.checkpoint.enable_checkpoint and state.step > 0:
+            latest = save(run, state)
+
+    gc.enable()
+    if stopped:
+        return _end_early(run, stop, state, latest)
+    _finish(run, state, latest)
+    return 0
+
+
+def save(run: Run, state: TrainState) -> Path:
+    """Save a checkpoint, publish it, and let older ones go; returns its folder. Every rank calls it."""
+    began = time.monotonic()
+    folder = run.config.checkpoint_folder
+    path = save_checkpoint(
+        folder,
+        model=run.module.model,
+        optimizer=run.optimizer,
+        state=state,
+        identity=run.identity,
+        config_toml=to_toml(run.config),
+        hf_files=run.hf_files,
+        world=run.world,
+    )
+    if run.world.is_main:
+        retain_latest(folder, run.config.checkpoint.keep_latest_k)
+        write_status(run.config.job.dump_folder, "running", step=state.step, checkpoint=path)
+    log.info("saved %s in %.1f s", path, time.monotonic() - began)
+    return path
+
+
+def step_seed(seed: int, step: int, dp_rank: int) -> int:
+    """Return the seed of all random numbers that one rank draws in one step: no RNG state is ever saved."""
+    digest = hashlib.blake2b(f"{seed}|{step}|{dp_rank}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def _backward(module: CausalLMLoss, batch: StepBatch) -> Tensor:
+    """Add the gradients of a rank's micro-batches, as sums over labels; returns the sum of its losses (fp32)."""
+    own_loss: Tensor | None = None
+    for micro in batch.micro_batches:
+        loss_sum, _ = module(micro.input_ids, micro.labels, micro.positions, micro.cu_seqlens, micro.max_seqlen)
+        loss_sum.backward()
+        own_loss = loss_sum.detach() if own_loss is None else own_loss + loss_sum.detach()
+    assert own_loss is not None, "a step has a micro-batch"
+    return own_loss
+
+
+def _count_flops(flops: ModelFlops, batch: StepBatch) -> int:
+    return sum(flops.count(micro.input_ids.numel(), micro.lengths) for micro in batch.micro_batches)
+
+
+def _gather_losses(
+    own_loss: Tensor, batch: StepBatch, num_labels: int, world: World
+) -> tuple[float | None, float | None, list[int]]:
+    """Return the loss a label over the global batch, the largest of the ranks' own, and the tokens of each source.
+
+    Ranks' sums are added in order of rank, in fp64. Waits for the device; logged steps only.
+    """
+    own = torch.tensor([float(own_loss), batch.num_labels, *batch.tokens_by_source.tolist()], dtype=torch.float64)
+    gathered = [torch.empty_like(own) for _ in range(world.size)]
+    dist.all_gather(gathered, own)
+    ranks = [values.tolist() for values in gathered]
+    average = math.fsum(values[0] for values in ranks) / num_labels if num_labels else None
+    means = [values[0] / values[1] for values in ranks if values[1]]
+    tokens = [int(sum(column)) for column in zip(*(values[2:] for values in ranks), strict=True)]
+    return average, max(means, default=None), tokens
+
+
+def _refuse_nan(grad_norm: Tensor, step: int) -> None:
+    """Stop before weights that are no numbers are logged or saved as if they were."""
+    if not bool(torch.isfinite(grad_norm)):
+        raise TrainingError(
+            f"the gradient of step {step} is not finite",
+            got=f"a norm of {float(grad_norm)}",
+            fix="Resume from the last checkpoint with a lower optimizer.lr, or with --training.skip_nan_inf, "
+            "which skips such updates",
+        )
+
+
+@contextlib.contextmanager
+def _failure_told(folder: Path, world: World, where: Callable[[], tuple[int, Path | None]]) -> Iterator[None]:
+    """Write status.json when the block fails, whoever asks next why the run is gone."""
+    try:
+        yield
+    except BaseException as error:
+        if world.is_main:
+            step, checkpoint = where()
+            reason = str(error) or type(error).__name__
+            write_status(folder, "failed", step=step, checkpoint=checkpoint, reason=reason)
+        raise
+
+
+def _end_early(run: Run, stop: StopRequest, state: TrainState, latest: Path | None) -> int:
+    reason = stop.received.name if stop.received is not None else "a signal to another rank"
+    if run.world.is_main:
+        write_status(run.config.job.dump_folder, "preempted", step=state.step, checkpoint=latest, reason=reason)
+    log.info("stopped on %s after step %d, saved in %s", reason, state.step, latest)
+    return EXIT_PREEMPTED
+
+
+def _finish(run: Run, state: TrainState, latest: Path | None) -> None:
+    """Export the last checkpoint (rank 0) and say that the run is finished; all ranks leave together."""
+    folder, checkpoint = run.config.job.dump_folder, run.config.checkpoint
+    error: Exception | None = None
+    if run.world.is_main:
+        try:
+            if checkpoint.export_hf and latest is not None:
+                from flame.export.hf import export_checkpoint  # the exporter reads our checkpoints: not at the top
+
+                export_checkpoint(latest, folder / "hf", dtype=checkpoint.export_dtype, fast_open=True, replace=True)
+                log.info("exported %s", folder / "hf")
+            write_status(folder, "finished", step=state.step, checkpoint=latest)
+        except Exception as caught:
+            write_status(folder, "failed", step=state.step, checkpoint=latest, reason=f"the export failed: {caught}")
+            error = caught
+    raise_together(error, run.world, "the final export")
+    log.info("finished: %d steps, %s tokens", state.step, f"{state.consumed_tokens:,}")
