@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +13,7 @@ from flame.sampling.sampler import BatchGeometry, Sampler
 from flame.shards.reader import Split
 
 IGNORE_INDEX = -100
+_TOKENS_A_SLICE = 400  # are counted in the time that one more slice takes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +22,8 @@ class PackedBatch:
 
     `input_ids`, `labels` and `positions` are int32 `[rows, T]`. With varlen rows is 1 and T is B·seq_len, and
     `cu_seqlens` (int32 `[num_sequences + 1]`, 0 first, T last, strictly rising) delimits sequences, the longest of
-    which has `max_seqlen` tokens; without it both are None. `sources` and `samples` name each window's source and k.
+    which has `max_seqlen` tokens; without it both are None. `max_token_id` is the largest id that was read, for ids and
+    labels alike. `sources` and `samples` name each window's source and k.
     """
 
     input_ids: NDArray[np.int32]
@@ -28,7 +31,9 @@ class PackedBatch:
     positions: NDArray[np.int32]
     cu_seqlens: NDArray[np.int32] | None
     max_seqlen: int | None
+    lengths: NDArray[np.int32]
     num_labels: int
+    max_token_id: int
     sources: NDArray[np.int32]
     samples: NDArray[np.int64]
 
@@ -53,51 +58,62 @@ def pack_windows(
     With varlen a document's last token has no label, and sequences begin at each window, each document in it, and every
     context_len tokens within those. Without it every position has a label.
     """
-    S = geometry.window_len
-    ids_NS = np.empty((len(windows), S), dtype=np.int32)
-    labels_NS = np.empty((len(windows), S), dtype=np.int32)
-    for i, (split, offset) in enumerate(windows):
-        split.read_into(offset, ids_NS[i])
-        labels_NS[i, :-1] = ids_NS[i, 1:]
-        split.read_into(offset + S, labels_NS[i, -1:])
+    N, S = len(windows), geometry.window_len
+    ids_NS, labels_NS = np.empty((2, N, S), dtype=np.int32)
+    ends = _read(windows, ids_NS.view(np.uint32), labels_NS.view(np.uint32))
+    # unsigned, as they are on disk: an id above 2^31 is no negative one
+    max_token_id = max(int(labels_NS.view(np.uint32).max()), int(ids_NS[:, 0].view(np.uint32).max()))
     if not geometry.varlen:
         return PackedBatch(
             input_ids=ids_NS,
             labels=labels_NS,
-            positions=np.broadcast_to(np.arange(S, dtype=np.int32), ids_NS.shape).copy(),
+            positions=np.tile(_counting(S), (N, 1)),
             cu_seqlens=None,
             max_seqlen=None,
-            num_labels=labels_NS.size,
+            lengths=np.full(N, S, dtype=np.int32),
+            num_labels=N * S,
+            max_token_id=max_token_id,
             sources=sources,
             samples=samples,
         )
-    ends = _document_ends(windows, S)
     labels = labels_NS.reshape(1, -1)
     labels[0, ends - 1] = IGNORE_INDEX
-    cu_seqlens = cut_sequences(ends, len(windows), S, geometry.context_len)
-    lengths = np.diff(cu_seqlens)
-    positions = np.arange(labels.size, dtype=np.int32)
-    positions -= np.repeat(cu_seqlens[:-1], lengths)
+    cu_seqlens = cut_sequences(ends, N, S, geometry.context_len)
+    lengths = cu_seqlens[1:] - cu_seqlens[:-1]
     return PackedBatch(
         input_ids=ids_NS.reshape(1, -1),
         labels=labels,
-        positions=positions.reshape(1, -1),
+        positions=_positions(lengths, N * S).reshape(1, -1),
         cu_seqlens=cu_seqlens,
         max_seqlen=int(lengths.max()),
-        num_labels=labels.size - len(ends),
+        lengths=lengths,
+        num_labels=N * S - len(ends),
+        max_token_id=max_token_id,
         sources=sources,
         samples=samples,
     )
 
 
-def _document_ends(windows: Sequence[tuple[Split, int]], window_len: int) -> NDArray[np.int64]:
-    """Return the exclusive ends of documents, in tokens of the windows laid one behind the other."""
-    ends = []
+def _read(
+    windows: Sequence[tuple[Split, int]], ids_NS: NDArray[np.uint32], labels_NS: NDArray[np.uint32]
+) -> NDArray[np.int64]:
+    """Fill ids and labels; return where documents end, in tokens of the windows laid one behind the other, rising."""
+    S = ids_NS.shape[1]
+    found: list[NDArray[np.uint64]] = []
+    shifts: list[int] = []
     for i, (split, offset) in enumerate(windows):
-        inside = split.ends_between(offset, offset + window_len)
-        inside += i * window_len - offset
-        ends.append(inside)
-    return np.concatenate(ends)
+        tokens, ends, base = split.view_window(offset, S)
+        ids_NS[i] = tokens[:-1]
+        labels_NS[i] = tokens[1:]
+        found.append(ends)
+        shifts.append(i * S - base)
+    stops = np.concatenate(found).view(np.int64)
+    stops += shifts[0] if len(found) == 1 else np.repeat(shifts, [len(ends) for ends in found])
+    if np.count_nonzero(stops[1:] > stops[:-1]) < len(stops) - 1:
+        for split, offset in windows:
+            split.ends_between(offset, offset + S)  # raises for the damaged one
+        raise AssertionError("document ends of a window fall, and were not found to")
+    return stops
 
 
 def cut_sequences(
@@ -105,14 +121,41 @@ def cut_sequences(
 ) -> NDArray[np.int32]:
     """Return cu_seqlens (int32): cuts at windows, at document ends, and every `context_len` tokens between those.
 
-    `document_ends` are exclusive, rising, in tokens of `num_windows` windows laid one behind the other.
+    `document_ends` are exclusive, in tokens of `num_windows` windows laid one behind the other.
     """
-    windows = np.arange(1, num_windows + 1, dtype=np.int64) * window_len
-    stops = np.union1d(document_ends, windows)
-    starts = np.concatenate([[0], stops[:-1]])
-    pieces = -(-(stops - starts) // context_len)
-    if len(stops) and int(pieces.max()) > 1:
-        first_piece = np.cumsum(pieces) - pieces
-        within = np.arange(int(pieces.sum())) - np.repeat(first_piece, pieces)
-        starts = np.repeat(starts, pieces) + within * context_len
-    return np.append(starts, num_windows * window_len).astype(np.int32)
+    total = num_windows * window_len
+    stops = np.concatenate((document_ends, np.arange(window_len, total + 1, window_len)))
+    stops.sort()
+    starts = np.empty_like(stops)
+    starts[0] = 0
+    starts[1:] = stops[:-1]
+    pieces = stops - starts  # 0 tokens where a document and a window end together: no piece
+    pieces += context_len - 1
+    pieces //= context_len
+    first_piece = pieces.cumsum()
+    num_sequences = int(first_piece[-1])
+    first_piece -= pieces
+    starts -= first_piece * context_len  # where a piece 0 would begin, that piece p begins p · context_len after it
+    cu_seqlens = np.empty(num_sequences + 1, dtype=np.int32)
+    cu_seqlens[:-1] = np.repeat(starts, pieces) + np.arange(0, num_sequences * context_len, context_len)
+    cu_seqlens[-1] = total
+    return cu_seqlens
+
+
+def _positions(lengths: NDArray[np.int32], total: int) -> NDArray[np.int32]:
+    """Return 0, 1, 2 … of each of consecutive sequences."""
+    numbers = _counting(total)
+    if len(lengths) * _TOKENS_A_SLICE > total:
+        starts = lengths.cumsum(dtype=np.int32) - lengths
+        return np.subtract(numbers, np.repeat(starts, lengths), dtype=np.int32)
+    numbers_bytes = numbers.data.cast("B")  # the first few pages of it stay in the cache
+    pieces = [numbers_bytes[:size_bytes] for size_bytes in (lengths * numbers.itemsize).tolist()]
+    return np.frombuffer(bytearray().join(pieces), dtype=np.int32)
+
+
+@lru_cache(maxsize=4)
+def _counting(length: int) -> NDArray[np.int32]:
+    """Return 0, 1, 2 …, to be read only."""
+    numbers = np.arange(length, dtype=np.int32)
+    numbers.flags.writeable = False
+    return numbers

@@ -115,6 +115,25 @@ class Split:
                 return
             shard, offset = shard + 1, 0
 
+    def view_window(self, start: int, length: int) -> tuple[NDArray[np.uint32], NDArray[np.uint64], int]:
+        """Return (tokens, ends, base): `length` tokens and the one that follows; the document ends inside the length.
+
+        `ends - base` are exclusive, in tokens of the window. Both arrays are views of the maps, copies only where the
+        window lies in several shards. That ends rise is left to the caller, who has many windows to check at once
+        (`ends_between` names the damage). Cost: two bisections.
+        """
+        start = index(start)
+        shard = self._shard_of(start)
+        first = start - self._token_starts[shard]
+        stop = first + length
+        if not 0 <= first < stop < self.shards[shard].num_tokens:
+            ends = self.ends_between(start, start + length)
+            return self.read(start, start + length + 1), ends.astype(np.uint64), start
+        mapped = self._map(shard)
+        begin = bisect_right(mapped.end_values, first)
+        end = bisect_right(mapped.end_values, stop, begin, min(begin + length, len(mapped.end_values)))
+        return mapped.tokens[first : stop + 1], mapped.ends[begin:end], first
+
     def locate(self, token: int) -> tuple[int, int]:
         """Return (shard number, token within the shard) of a token of the split."""
         self._check_range(token, token + 1)
