@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from flame.errors import MixtureError, UsageError
 from flame.files import sha256_of_json, write_json
-from flame.sampling.interleave import TABLE_SLOTS, integer_weights
+from flame.sampling.interleave import MAX_SOURCES, TABLE_SLOTS, integer_weights
 from flame.shards.reader import Corpus, Split
 
 FORMAT_VERSION = 1
 DEFAULT_DATA_SEED = 42
+_NOT_IN_NAMES = "=@:/,"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +46,8 @@ class Stage:
 class Mixture:
     """Weighted sources and a seed: all that decides the order of samples, but for window_len.
 
-    `parents` are the fingerprints of the manifests that this one was edited from, the nearest first.
+    `parents` are the fingerprints of the manifests that this one was made from, the nearest first. Raises
+    `MixtureError` for what cannot be drawn.
     """
 
     data_seed: int
@@ -53,7 +57,7 @@ class Mixture:
 
     def __post_init__(self) -> None:
         _check_sources(self.sources)
-        _check_stages(self.stages, [source.name for source in self.sources])
+        _check_stages(self.stages, len(self.sources))
         if not 0 <= self.data_seed < 2**63:
             raise MixtureError("the data seed is out of range", got=self.data_seed, expected="from 0 to 2^63 − 1")
 
@@ -76,7 +80,6 @@ class Mixture:
             parent = {"fingerprint": fingerprint, "parent": parent}
         return {
             "format_version": FORMAT_VERSION,
-            "fingerprint": self.fingerprint,
             "data_seed": self.data_seed,
             "parent": parent,
             "sources": [
@@ -121,6 +124,59 @@ def first_sample(stage: Stage, window_len: int) -> int:
     return -(-stage.start_tokens // window_len)
 
 
+def _check_sources(sources: Sequence[Source]) -> None:
+    if not 0 < len(sources) <= MAX_SOURCES:
+        raise MixtureError(f"a mixture has 1 to {MAX_SOURCES} sources", got=len(sources))
+    names: set[str] = set()
+    contents: dict[tuple[str, str], str] = {}
+    for source in sources:
+        if source.name in names:
+            raise MixtureError("two sources of the mixture have one name", got=source.name)
+        check_source_name(source.name)
+        content = (source.fingerprint, source.split)
+        if content in contents:
+            raise MixtureError(
+                f"sources {contents[content]!r} and {source.name!r} are the same corpus and split",
+                where=source.corpus,
+                fix="Name it once, with the sum of the weights",
+            )
+        names.add(source.name)
+        contents[content] = source.name
+
+
+def check_source_name(name: str) -> None:
+    """Raise `MixtureError` for a name that the command line or the names of metrics could not hold."""
+    if not name or re.search(rf"[\s{_NOT_IN_NAMES}]", name):
+        raise MixtureError(
+            "a source's name cannot be used",
+            got=repr(name),
+            expected=f"a name without white space and without any of {' '.join(_NOT_IN_NAMES)}",
+        )
+
+
+def _check_stages(stages: Sequence[Stage], num_sources: int) -> None:
+    if not stages or stages[0].start_tokens != 0:
+        raise MixtureError("a mixture's first stage starts at token 0", got=[s.start_tokens for s in stages])
+    for before, after in itertools.pairwise(stages):
+        if after.start_tokens <= before.start_tokens:
+            raise MixtureError("a mixture's stages start one after the other", got=[s.start_tokens for s in stages])
+    for number, stage in enumerate(stages):
+        if len(stage.weights) != num_sources or sum(stage.weights) != TABLE_SLOTS or min(stage.weights) < 0:
+            raise MixtureError(
+                f"the weights of stages[{number}] do not fit the mixture",
+                got=f"{len(stage.weights)} weights that sum to {sum(stage.weights)}",
+                expected=f"{num_sources} whole numbers of at least 0 that sum to {TABLE_SLOTS}",
+            )
+
+
+# ---- the file
+
+
+def write_mixture(path: Path, mixture: Mixture) -> None:
+    """Write a manifest, with corpus paths relative to its folder."""
+    write_json(path, mixture.to_json(path.parent))
+
+
 def read_mixture(path: Path, *, overrides: Mapping[str, Path] | None = None) -> Mixture:
     """Read a manifest; corpus paths in it are relative to its folder, `overrides` replaces some by source name.
 
@@ -128,7 +184,7 @@ def read_mixture(path: Path, *, overrides: Mapping[str, Path] | None = None) -> 
     """
     try:
         value = json.loads(path.read_bytes())
-    except (FileNotFoundError, IsADirectoryError) as error:
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
         raise UsageError("there is no such mixture manifest", got=path, fix="Make one: flame-mix create") from error
     except ValueError as error:
         raise MixtureError(f"the mixture manifest is no JSON: {error}", where=path) from error
@@ -141,38 +197,83 @@ def read_mixture(path: Path, *, overrides: Mapping[str, Path] | None = None) -> 
             expected=f"format_version {FORMAT_VERSION}",
         )
     try:
-        mixture = _from_json(value, path.parent)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise MixtureError(f"the mixture manifest lacks a part: {error!r}", where=path) from error
-    stated = value.get("fingerprint")
-    if stated is not None and stated != mixture.fingerprint:
-        raise MixtureError(
-            "the mixture manifest was changed by hand",
-            where=path,
-            got=f"content of the fingerprint {mixture.fingerprint}",
-            expected=stated,
-            fix="Make another manifest with flame-mix create",
-        )
+        mixture = _mixture_from_json(value, path.parent)
+    except MixtureError as error:
+        if error.where is not None:
+            raise
+        raise MixtureError(error.what, where=path, got=error.got, expected=error.expected, fix=error.fix) from None
     return _overridden(mixture, overrides or {})
 
 
-def _from_json(value: Mapping[str, Any], folder: Path) -> Mixture:
-    parents: list[str] = []
-    parent = value.get("parent")
-    while parent is not None:
-        parents.append(parent["fingerprint"])
-        parent = parent.get("parent")
+def _mixture_from_json(value: Mapping[str, Any], folder: Path) -> Mixture:
+    sources = _list(value, "sources")
+    stages = _list(value, "stages")
     return Mixture(
-        data_seed=int(value["data_seed"]),
-        parents=tuple(parents),
-        sources=tuple(
-            Source(**{**source, "corpus": Path(os.path.normpath(folder / source["corpus"]))})
-            for source in value["sources"]
-        ),
-        stages=tuple(
-            Stage(start_tokens=int(stage["start_tokens"]), weights=tuple(stage["weights"])) for stage in value["stages"]
-        ),
+        data_seed=_count(value, "data_seed", ""),
+        parents=_parents(value.get("parent")),
+        sources=tuple(_source_from_json(source, f"sources[{i}]", folder) for i, source in enumerate(sources)),
+        stages=tuple(_stage_from_json(stage, f"stages[{i}]") for i, stage in enumerate(stages)),
     )
+
+
+def _source_from_json(value: Any, where: str, folder: Path) -> Source:
+    texts = {name: _text(value, name, where) for name in ("name", "corpus", "split", "fingerprint")}
+    max_epochs = value.get("max_epochs")
+    if max_epochs is not None and not (_is_number(max_epochs) and 0 < max_epochs < math.inf):
+        _wrong(f"{where}.max_epochs", max_epochs, "a number above 0, or null")
+    return Source(
+        name=texts["name"],
+        corpus=Path(os.path.normpath(folder / texts["corpus"])),
+        split=texts["split"],
+        fingerprint=texts["fingerprint"],
+        num_tokens=_count(value, "num_tokens", f"{where}."),
+        max_epochs=max_epochs,
+    )
+
+
+def _stage_from_json(value: Any, where: str) -> Stage:
+    weights = value.get("weights") if isinstance(value, dict) else None
+    if not isinstance(weights, list) or not all(type(weight) is int for weight in weights):
+        _wrong(f"{where}.weights", weights, "a list of whole numbers, one a source")
+    return Stage(start_tokens=_count(value, "start_tokens", f"{where}."), weights=tuple(weights))
+
+
+def _parents(value: Any) -> tuple[str, ...]:
+    """Return the chain of `{"fingerprint": …, "parent": …}`; a fingerprint alone is a chain of one."""
+    parents: list[str] = []
+    while value is not None:
+        fingerprint, value = (value, None) if isinstance(value, str) else _parent(value)
+        if not isinstance(fingerprint, str) or not fingerprint.startswith("sha256:"):
+            _wrong("parent", fingerprint, "null, or the fingerprint of the mixture that this one was made from")
+        parents.append(fingerprint)
+    return tuple(parents)
+
+
+def _parent(value: Any) -> tuple[Any, Any]:
+    return (value.get("fingerprint"), value.get("parent")) if isinstance(value, dict) else (value, None)
+
+
+def _list(value: Mapping[str, Any], name: str) -> list[Any]:
+    found = value.get(name)
+    return found if isinstance(found, list) else _wrong(name, found, "a list")
+
+
+def _text(value: Any, name: str, where: str) -> str:
+    found = value.get(name) if isinstance(value, dict) else None
+    return found if isinstance(found, str) and found else _wrong(f"{where}.{name}", found, "a text")
+
+
+def _count(value: Any, name: str, where: str) -> int:
+    found = value.get(name) if isinstance(value, dict) else None
+    return found if type(found) is int and found >= 0 else _wrong(f"{where}{name}", found, "a whole number, 0 or more")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _wrong(where: str, got: Any, expected: str) -> NoReturn:
+    raise MixtureError(f"the mixture manifest is wrong at {where}", got=repr(got)[:100], expected=expected)
 
 
 def _overridden(mixture: Mixture, overrides: Mapping[str, Path]) -> Mixture:
@@ -184,16 +285,33 @@ def _overridden(mixture: Mixture, overrides: Mapping[str, Path]) -> Mixture:
     return replace(mixture, sources=sources)
 
 
-def write_mixture(path: Path, mixture: Mixture) -> None:
-    """Write a manifest, with corpus paths relative to its folder."""
-    write_json(path, mixture.to_json(path.parent))
-
-
 def _relative(corpus: Path, folder: Path) -> Path:
     return Path(os.path.relpath(corpus.absolute(), folder.absolute()))
 
 
-def mixture_of_corpora(corpora: Sequence[str], weights: Sequence[float] | None, data_seed: int) -> Mixture:
+# ---- corpora
+
+
+def source_of(name: str, corpus: Path, split: str, *, max_epochs: float | None = None) -> Source:
+    """Return a source as its corpus is now. Opens the corpus manifest only."""
+    opened = Corpus.open(corpus)
+    return Source(
+        name=name,
+        corpus=corpus,
+        split=split,
+        fingerprint=opened.fingerprint,
+        num_tokens=opened.split(split).num_tokens,
+        max_epochs=max_epochs,
+    )
+
+
+def split_corpus_text(text: str) -> tuple[str, str]:
+    """Return path and split of `path@split`; the split is `train` where it is not said."""
+    path, at, split = text.rpartition("@")
+    return (path, split) if at and split and "/" not in split else (text, "train")
+
+
+def mixture_of_corpora(corpora: Sequence[str | Path], weights: Sequence[float] | None, data_seed: int) -> Mixture:
     """Return the mixture that `training.dataset a,b` and `training.data_probs .7,.3` stand for.
 
     Each of `corpora` is a path, or `path@split`; sources are named after folders. Without `weights` sources count by
@@ -207,93 +325,60 @@ def mixture_of_corpora(corpora: Sequence[str], weights: Sequence[float] | None, 
         )
     sources: list[Source] = []
     for text in corpora:
-        folder, split = split_corpus_text(text)
-        name = Path(folder).absolute().name
-        taken = sum(source.name == name or source.name.startswith(f"{name}-") for source in sources)
-        sources.append(source_of(f"{name}-{taken + 1}" if taken else name, Path(folder), split))
-    slots = integer_weights([s.name for s in sources], weights or [float(s.num_tokens) for s in sources])
+        folder, split = split_corpus_text(str(text))
+        name = source_name(Path(folder), [source.name for source in sources])
+        sources.append(source_of(name, Path(folder), split))
+    if weights is None:
+        weights = [source.num_tokens for source in sources]
+    slots = integer_weights([source.name for source in sources], weights)
     return Mixture(data_seed=data_seed, sources=tuple(sources), stages=(Stage(start_tokens=0, weights=slots),))
 
 
-def split_corpus_text(text: str) -> tuple[str, str]:
-    """Return (path, split) of `path@split`; the split is `train` where it is not said."""
-    path, at, split = text.rpartition("@")
-    return (path, split) if at and "/" not in split else (text, "train")
-
-
-def source_of(name: str, corpus: Path, split: str, *, max_epochs: float | None = None) -> Source:
-    """Return a source as its corpus is now. Opens the manifest only."""
-    opened = Corpus.open(corpus)
-    info = opened.split(split)
-    return Source(
-        name=name,
-        corpus=corpus,
-        split=split,
-        fingerprint=opened.fingerprint,
-        num_tokens=info.num_tokens,
-        max_epochs=max_epochs,
-    )
+def source_name(corpus: Path, taken: Sequence[str]) -> str:
+    """Return a name for a source after its folder's, unlike those that are taken."""
+    plain = re.sub(rf"[\s{_NOT_IN_NAMES}]", "_", corpus.absolute().name) or "corpus"
+    names = itertools.chain([plain], (f"{plain}-{number}" for number in itertools.count(2)))
+    return next(name for name in names if name not in taken)
 
 
 def open_mixture(mixture: Mixture) -> list[Split]:
-    """Open every source's split; `MixtureError` if one is another corpus than was meant, or tokenizers differ."""
+    """Open every source's split. Reads the corpora's manifests only.
+
+    Raises `MixtureError` if a corpus is not the one that was mixed, or its tokenizer is not that of the others.
+    """
     splits: list[Split] = []
     for source in mixture.sources:
-        corpus = Corpus.open(source.corpus)
-        if corpus.fingerprint != source.fingerprint:
-            raise MixtureError(
-                f"source {source.name!r} is not the corpus that the mixture was made of",
-                where=source.corpus,
-                got=corpus.fingerprint,
-                expected=source.fingerprint,
-                fix="Restore that corpus, or make a new mixture with flame-mix create",
-            )
-        splits.append(corpus.split(source.split))
-        first = splits[0].corpus.manifest.tokenizer
-        if corpus.manifest.tokenizer.fingerprint != first.fingerprint:
+        splits.append(open_source(source))
+        first, own = (split.corpus.manifest.tokenizer.fingerprint for split in (splits[0], splits[-1]))
+        if own != first:
             raise MixtureError(
                 f"source {source.name!r} was made with another tokenizer than {mixture.sources[0].name!r}",
                 where=source.corpus,
-                got=corpus.manifest.tokenizer.fingerprint,
-                expected=first.fingerprint,
+                got=own,
+                expected=first,
                 fix="Build all corpora of a mixture with one tokenizer, --eos_token, --bos and --parse_special",
             )
     return splits
 
 
-def _check_sources(sources: Sequence[Source]) -> None:
-    if not sources:
-        raise MixtureError("a mixture needs a source")
-    names: set[str] = set()
-    contents: dict[tuple[str, str], str] = {}
-    for source in sources:
-        if source.name in names:
-            raise MixtureError("two sources of the mixture have one name", got=source.name)
-        if not source.name or any(character in source.name for character in "=@:/, "):
-            raise MixtureError(
-                "a source's name cannot be used", got=repr(source.name), expected="no = @ : / , or space"
-            )
-        content = (source.fingerprint, source.split)
-        if content in contents:
-            raise MixtureError(
-                f"sources {contents[content]!r} and {source.name!r} are the same corpus and split",
-                where=source.corpus,
-                fix="Name it once, with the sum of the weights",
-            )
-        names.add(source.name)
-        contents[content] = source.name
-
-
-def _check_stages(stages: Sequence[Stage], names: Sequence[str]) -> None:
-    if not stages or stages[0].start_tokens != 0:
-        raise MixtureError("a mixture's first stage starts at token 0", got=[s.start_tokens for s in stages])
-    for before, after in itertools.pairwise(stages):
-        if after.start_tokens <= before.start_tokens:
-            raise MixtureError("a mixture's stages start one after the other", got=[s.start_tokens for s in stages])
-    for stage in stages:
-        if len(stage.weights) != len(names) or sum(stage.weights) != TABLE_SLOTS or min(stage.weights) < 0:
-            raise MixtureError(
-                "a stage's weights do not fit its mixture",
-                got=f"{len(stage.weights)} weights that sum to {sum(stage.weights)}",
-                expected=f"{len(names)}, none negative, that sum to {TABLE_SLOTS}",
-            )
+def open_source(source: Source) -> Split:
+    """Open one source's split; `MixtureError` unless it is what was mixed."""
+    corpus = Corpus.open(source.corpus)
+    if corpus.fingerprint != source.fingerprint:
+        raise MixtureError(
+            f"source {source.name!r} is not the corpus that the mixture was made of",
+            where=source.corpus,
+            got=corpus.fingerprint,
+            expected=source.fingerprint,
+            fix="Restore that corpus, or make a new mixture with flame-mix create",
+        )
+    split = corpus.split(source.split)
+    if split.num_tokens != source.num_tokens:
+        raise MixtureError(
+            f"the mixture says another number of tokens of source {source.name!r} than its corpus has",
+            where=source.corpus,
+            got=f"{split.num_tokens} tokens in split {source.split}",
+            expected=f"{source.num_tokens} tokens",
+            fix="Make the mixture again with flame-mix create",
+        )
+    return split
