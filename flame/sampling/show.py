@@ -56,7 +56,8 @@ def show(options: ShowOptions) -> int:
     documents = [_num_documents(source) for source in mixture.sources]
     if options.json:
         plans = [[asdict(row) for row in plan] for plan in plan_stages(mixture, documents, options.tokens)]
-        print(json.dumps({**mixture.to_json(), "tokens": options.tokens, "plan": plans}, ensure_ascii=False))
+        value = {"fingerprint": mixture.fingerprint, **mixture.to_json(), "tokens": options.tokens, "plan": plans}
+        print(json.dumps(value, ensure_ascii=False))
     else:
         print("\n".join(mixture_table(mixture, documents, options.tokens)))
     return 0
