@@ -219,6 +219,8 @@ def convert(option: Option, texts: Sequence[str]) -> Any:
 
 
 def _convert_one(option: Option, kind: Any, text: str) -> Any:
+    if type(None) in typing.get_args(kind) and text.strip().lower() in ("none", "null"):
+        return None
     try:
         value = option.info.parse(text) if option.info.parse is not None else _parse_as(kind, text)
     except UsageError as error:
@@ -241,8 +243,6 @@ def _convert_one(option: Option, kind: Any, text: str) -> Any:
 def _parse_as(kind: Any, text: str) -> Any:
     arguments = typing.get_args(kind)
     if typing.get_origin(kind) in (typing.Union, types.UnionType):
-        if text.strip().lower() in ("none", "null"):
-            return None
         kind = next(argument for argument in arguments if argument is not type(None))
         return _parse_as(kind, text)
     if typing.get_origin(kind) is tuple:

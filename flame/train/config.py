@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flame.config import options_of, parse_sections
+from flame.config import convert, options_of, parse_sections
 from flame.errors import UsageError
+from flame.train.moved import refuse_preprocessing
 from flame.train.options import (
+    DEFAULT_STEPS,
+    DEFAULT_WARMUP_STEPS,
     ActivationCheckpointOptions,
     ActivationOffloadOptions,
     CheckpointOptions,
@@ -29,27 +31,55 @@ from flame.train.options import (
     ValidationOptions,
 )
 
-# Options whose engine is not here: accepted by the parser, refused when they ask for anything.
-NOT_AVAILABLE_YET = (
-    "model.converters",
-    *("training.tensor_parallel_degree", "training.disable_loss_parallel", "training.enable_cpu_offload"),
-    "optimizer.early_step_in_backward",
-    *("metrics.enable_tensorboard", "metrics.enable_wandb", "metrics.enable_trackio", "metrics.rank_0_only"),
-    *("checkpoint.exclude_from_loading", "checkpoint.model_weights_only", "checkpoint.create_seed_checkpoint"),
-    *("checkpoint.initial_load_path", "checkpoint.initial_load_model_weights_only"),
-    *("checkpoint.allow_data_change", "checkpoint.async_mode"),
-    *("activation_checkpoint.mode", "activation_offload.mode"),
-    *("float8.enable_float8_linear", "float8.enable_fsdp_float8_all_gather", "float8.recipe_name"),
-    *("float8.precompute_float8_dynamic_scale_for_fsdp", "float8.force_recompute_fp8_weight_in_bwd"),
-    *("profiling.enable_profiling", "profiling.enable_memory_snapshot", "memory_estimation.enabled"),
-    *("experimental.enable_async_tensor_parallel", "experimental.context_parallel_degree"),
-    *("experimental.pipeline_parallel_degree", "experimental.pipeline_parallel_split_points"),
-    *("experimental.pipeline_parallel_schedule_csv", "experimental.pipeline_parallel_microbatches"),
-    "experimental.enable_compiled_autograd",
-)
-NOT_AVAILABLE_CHOICES = {"optimizer.name": "Muon", "checkpoint.interval_type": "seconds"}
+# Options whose engine is not here yet: accepted by the parser, refused by name. Beside each, the values that are
+# refused; None: all but the default. A row goes when its engine comes.
+NOT_AVAILABLE_YET: dict[str, tuple[Any, ...] | None] = {
+    "model.converters": None,
+    "training.tensor_parallel_degree": None,
+    "training.disable_loss_parallel": None,
+    "training.enable_cpu_offload": None,
+    "optimizer.name": ("Muon",),
+    "optimizer.early_step_in_backward": None,
+    "metrics.enable_tensorboard": None,
+    "metrics.save_tb_folder": None,
+    "metrics.enable_wandb": None,
+    "metrics.enable_trackio": None,
+    "metrics.rank_0_only": None,
+    "checkpoint.interval_type": ("seconds",),
+    "checkpoint.exclude_from_loading": None,
+    "checkpoint.model_weights_only": None,
+    "checkpoint.create_seed_checkpoint": None,
+    "checkpoint.initial_load_path": None,
+    "checkpoint.initial_load_model_weights_only": None,
+    "checkpoint.allow_data_change": None,
+    "checkpoint.async_mode": None,
+    "activation_checkpoint.mode": None,
+    "activation_checkpoint.selective_ac_option": None,
+    "activation_offload.mode": None,
+    "float8.enable_float8_linear": None,
+    "float8.enable_fsdp_float8_all_gather": None,
+    "float8.precompute_float8_dynamic_scale_for_fsdp": None,
+    "float8.force_recompute_fp8_weight_in_bwd": None,
+    "float8.recipe_name": None,
+    "profiling.enable_profiling": None,
+    "profiling.save_traces_folder": None,
+    "profiling.profile_freq": None,
+    "profiling.enable_memory_snapshot": None,
+    "profiling.save_memory_snapshot_folder": None,
+    "memory_estimation.enabled": None,
+    "memory_estimation.disable_fake_mode": None,
+    "experimental.enable_async_tensor_parallel": None,
+    "experimental.context_parallel_degree": None,
+    "experimental.context_parallel_rotate_method": None,
+    "experimental.pipeline_parallel_degree": None,
+    "experimental.pipeline_parallel_split_points": None,
+    "experimental.pipeline_parallel_schedule": None,
+    "experimental.pipeline_parallel_schedule_csv": None,
+    "experimental.pipeline_parallel_microbatches": None,
+    "experimental.enable_compiled_autograd": None,
+}
 
-_PREPROCESSING = ("dataset_name", "dataset_split", "data_dir", "data_files")
+_FLOAT8_SCALING = ("float8.scaling_type_input", "float8.scaling_type_weight", "float8.scaling_type_grad_output")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +132,7 @@ class TrainConfig:
 def parse_train_config(argv: Sequence[str]) -> TrainConfig:
     """Return the configuration of a command line, over the TOML file that it names; `UsageError` if it cannot run."""
     config: TrainConfig = parse_sections(TrainConfig, argv, program="flame-train", translate=_translate)
-    refuse_preprocessing(config.training)
+    refuse_preprocessing(config.training, config.model.tokenizer_path)
     refuse_not_available(config)
     if config.model.config is None:
         raise UsageError("flame-train needs --model.config", fix="For example --model.config configs/llama_340M.json")
@@ -116,69 +146,88 @@ def parse_train_config(argv: Sequence[str]) -> TrainConfig:
 
 
 def _translate(texts: dict[str, list[str]], origin: str) -> dict[str, list[str]]:
-    """Turn old spellings into today's, for one origin of options."""
+    """Turn old spellings into today's, for one origin of options; what is given here replaces its like elsewhere."""
     found = dict(texts)
-    if "training.steps" in found and "training.tokens" in found:
-        raise UsageError("training.steps and training.tokens are both given", where=origin, fix="Give one of them")
-    scheduler = found.pop("optimizer.scheduler", None)
+    _one_of(found, "training.steps", "training.tokens", DEFAULT_STEPS, origin)
+    _one_of(found, "lr_scheduler.warmup_steps", "lr_scheduler.warmup_tokens", DEFAULT_WARMUP_STEPS, origin)
+    scheduler = _pop(found, "optimizer.scheduler")
     if scheduler is not None:
-        shape = scheduler[-1]
-        found.setdefault("lr_scheduler.decay_type", ["linear" if shape == "wsd" else shape])
-        if shape == "wsd":
-            found.setdefault("lr_scheduler.decay_ratio", ["0.1"])
-    fused = found.pop("optimizer.fused", None)
+        decay_type, decay_ratio = ("linear", "0.1") if scheduler == "wsd" else (scheduler, "none")
+        _replace(found, "optimizer.scheduler", "lr_scheduler.decay_type", decay_type, origin)
+        found.setdefault("lr_scheduler.decay_ratio", [decay_ratio])
+    fused = _pop(found, "optimizer.fused")
     if fused is not None:
-        found.setdefault("optimizer.implementation", ["fused" if fused[-1].lower() == "true" else "for-loop"])
-    all_ranks = found.pop("metrics.save_for_all_ranks", None)
+        implementation = "fused" if fused else "for-loop"
+        _replace(found, "optimizer.fused", "optimizer.implementation", implementation, origin)
+    all_ranks = _pop(found, "metrics.save_for_all_ranks")
     if all_ranks is not None:
-        found.setdefault("metrics.rank_0_only", ["false" if all_ranks[-1].lower() == "true" else "true"])
+        rank_0_only = "false" if all_ranks else "true"
+        _replace(found, "metrics.save_for_all_ranks", "metrics.rank_0_only", rank_0_only, origin)
     if found.get("checkpoint.interval_type", [""])[-1] == "step":
         found["checkpoint.interval_type"] = ["steps"]
     return found
 
 
-def refuse_preprocessing(training: TrainingOptions) -> None:
-    """Answer options of the predecessor that read text while training with the command that does it now."""
-    given = {name: getattr(training, name) for name in _PREPROCESSING if getattr(training, name) is not None}
-    if not given and not training.streaming:
-        return
-    names = [f"training.{name}" for name in given] + ["training.streaming"] * training.streaming
-    dataset = training.dataset or "DATASET"
-    words = ["flame-preprocess", "build", "--dataset", dataset]
-    for name, value in given.items():
-        words += [f"--{name}", value]
-    words += ["--tokenizer", "TOKENIZER", "--output", "corpora/" + Path(dataset).name]
-    raise UsageError(
-        f"{' and '.join(names)} read text, which training no longer does",
-        fix=f"Build a corpus once: {shlex.join(words)} and train with --training.dataset corpora/{Path(dataset).name}",
-    )
+def _one_of(found: dict[str, list[str]], steps: str, tokens: str, default_steps: int, origin: str) -> None:
+    if steps in found and tokens in found:
+        raise UsageError(f"--{steps} and --{tokens} are both given", where=origin, fix="Give one of them")
+    if tokens in found:
+        found[steps] = [str(default_steps)]
+    elif steps in found:
+        found[tokens] = ["none"]
+
+
+def _pop(found: dict[str, list[str]], name: str) -> Any:
+    texts = found.pop(name, None)
+    return None if texts is None else convert(_OPTIONS[name], texts)
+
+
+def _replace(found: dict[str, list[str]], old: str, name: str, text: str, origin: str) -> None:
+    if name in found and convert(_OPTIONS[name], found[name]) != convert(_OPTIONS[name], [text]):
+        raise UsageError(
+            f"--{old} is an old spelling of --{name} {text}, and both are given",
+            where=origin,
+            got=f"--{name} {found[name][-1]}",
+            fix=f"Leave --{old} away",
+        )
+    found[name] = [text]
+
+
+_OPTIONS = {option.name: option for option in options_of(TrainConfig)}
 
 
 def refuse_not_available(config: TrainConfig) -> None:
     """Refuse options that ask for what is not here yet, by name."""
     values = flatten(config)
-    defaults = flatten(TrainConfig())
-    for name in ("float8.scaling_type_input", "float8.scaling_type_weight", "float8.scaling_type_grad_output"):
+    for name in _FLOAT8_SCALING:
         if values[name] == "delayed":
             raise UsageError(
-                f"--{name} cannot be delayed: torchao no longer has delayed scaling", fix="Use dynamic scaling"
+                f"--{name} cannot be delayed: torchao, which computes in float8, no longer has delayed scaling",
+                fix="Leave it away: scaling is dynamic",
             )
-    for name in NOT_AVAILABLE_YET:
-        if values[name] != defaults[name]:
-            raise UsageError(f"--{name} is not available yet", got=_shown(values[name]), fix="Leave it away")
-    for name, choice in NOT_AVAILABLE_CHOICES.items():
-        if values[name] == choice:
-            raise UsageError(f"--{name} {choice} is not available yet", fix=f"The default is {defaults[name]}")
+    for name, refused in NOT_AVAILABLE_YET.items():
+        default = _OPTIONS[name].default
+        if values[name] in refused if refused is not None else values[name] != default:
+            fix = "Leave it away" if default in (None, ()) else f"Leave it away: the default is {_shown(default)}"
+            raise UsageError(f"--{name} {_shown(values[name])} is not available yet", fix=fix)
 
 
 def flatten(config: TrainConfig) -> dict[str, Any]:
-    """Return every option's value by its dotted name."""
+    """Return every option's value by its dotted name, as resolved.
+
+    Without job.config_file, whose options are among these; steps that a number of tokens replaces are None.
+    """
     values: dict[str, Any] = {}
     for section in dataclasses.fields(config):
         options = getattr(config, section.name)
         values |= {
             f"{section.name}.{option.name}": getattr(options, option.name) for option in dataclasses.fields(options)
         }
+    del values["job.config_file"]
+    if config.training.tokens is not None:
+        values["training.steps"] = None
+    if config.lr_scheduler.warmup_tokens is not None:
+        values["lr_scheduler.warmup_steps"] = None
     return values
 
 
@@ -187,10 +236,9 @@ def to_toml(config: TrainConfig) -> str:
     lines: list[str] = []
     values = flatten(config)
     section = None
-    for option in options_of(TrainConfig):
-        head, _, name = option.name.partition(".")
-        value = values[option.name]
-        if value is None or option.name == "job.config_file":
+    for option, value in values.items():
+        head, _, name = option.partition(".")
+        if value is None:
             continue
         if head != section:
             lines += ["", f"[{head}]"] if section is not None else [f"[{head}]"]
@@ -214,4 +262,6 @@ _TOML_ESCAPES = {"\\": "\\\\", '"': '\\"', "\x7f": "\\u007f"}
 
 
 def _shown(value: Any) -> str:
-    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value).lower()
+    if isinstance(value, bool):
+        return str(value).lower()
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)

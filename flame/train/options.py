@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
 from flame.config import option, parse_count
 from flame.errors import UsageError
+
+DEFAULT_STEPS = 10_000
+DEFAULT_WARMUP_STEPS = 200
 
 
 def _minus_one_is_none(text: str) -> int | None:
@@ -21,11 +25,16 @@ def _zero_is_none(text: str) -> int | None:
 
 
 def at_least(section: str, config: object, least: float, *names: str) -> None:
-    """Raise `UsageError` for the first of these options that is below `least`; None is fine."""
+    """Raise `UsageError` for the first of these options that is below `least` or no finite number; None is fine."""
     for name in names:
         value = getattr(config, name)
-        if value is not None and not value >= least:
-            raise UsageError(f"--{section}.{name} is too small", got=value, expected=f"at least {least:g}")
+        if value is not None and not least <= value < math.inf:
+            raise UsageError(f"--{section}.{name} cannot be {value}", expected=f"a number of at least {least:g}")
+
+
+def _refuse_both(section: str, options: object, steps: str, tokens: str, default: int) -> None:
+    if getattr(options, tokens) is not None and getattr(options, steps) != default:
+        raise UsageError(f"--{section}.{steps} and --{section}.{tokens} are both given", fix="Give one of them")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +53,7 @@ class ModelOptions:
     """What is trained."""
 
     config: str | None = option(
-        None, help="model configuration: a JSON file, a folder with config.json, or a Hugging Face name"
+        None, help="required: model configuration: a JSON file, a folder with config.json, or a Hugging Face name"
     )
     tokenizer_path: str | None = option(None, help="the corpus's own tokenizer if absent; another one is refused")
     norm_type: str | None = option(None, help="rmsnorm or fused_rmsnorm, for families that have both")
@@ -59,7 +68,9 @@ class ModelOptions:
 class TrainingOptions:
     """Data, batch, length of the run, parallelism."""
 
-    dataset: str | None = option(None, help="corpus folders (PATH or PATH@SPLIT), or one mixture manifest")
+    dataset: str | None = option(
+        None, help="required: corpus folders (PATH or PATH@SPLIT, comma separated), or one mixture manifest"
+    )
     data_probs: tuple[float, ...] | None = option(
         None, help="proportions of the corpora, in tokens; by their size if absent"
     )
@@ -77,8 +88,8 @@ class TrainingOptions:
     )
     tokens: int | None = option(None, help="length of the run, instead of steps", unit="tokens", parse=parse_count)
     gradient_accumulation_steps: int = option(1, help="micro-batches a step", unit="micro-batches")
-    steps: int = option(10_000, help="length of the run, over all its starts", unit="steps")
-    max_norm: float | None = option(1.0, help="gradients are clipped to this norm; none: not clipped")
+    steps: int = option(DEFAULT_STEPS, help="length of the run, over all its starts", unit="steps")
+    max_norm: float = option(1.0, help="gradients are clipped to this norm; inf: not clipped")
     skip_nan_inf: bool = option(False, help="skip, on every rank, an update whose gradient is not finite")
     num_workers: int = option(1, help="reader threads; 0 reads when asked", unit="threads")
     prefetch_factor: int = option(2, help="steps read ahead by each thread", unit="steps")
@@ -111,8 +122,13 @@ class TrainingOptions:
             *("batch_size", "seq_len", "context_len", "window_len", "tokens", "gradient_accumulation_steps", "steps"),
             *("prefetch_factor", "data_parallel_replicate_degree", "data_parallel_shard_degree", "gc_freq"),
         )
-        at_least("training", self, 0, "num_workers", "seed", "max_norm")
+        at_least("training", self, 0, "num_workers", "seed")
+        if not self.max_norm > 0:
+            raise UsageError(f"--training.max_norm cannot be {self.max_norm}", expected="above 0; inf: not clipped")
+        _refuse_both("training", self, "steps", "tokens", DEFAULT_STEPS)
         self._check_lengths()
+        self._check_window()
+        self._check_proportions()
 
     def _check_lengths(self) -> None:
         if self.longest_sequence > self.seq_len:
@@ -128,6 +144,45 @@ class TrainingOptions:
                 fix="Add --training.varlen, or leave context_len away",
             )
 
+    def _check_window(self) -> None:
+        if self.window_len is None:
+            return
+        if self.seq_len % self.window_len:
+            raise UsageError(
+                "--training.window_len does not divide a row",
+                got=f"window_len {self.window_len}, seq_len {self.seq_len}",
+                expected="a divisor of seq_len",
+            )
+        if not self.varlen and self.window_len != self.seq_len:
+            raise UsageError(
+                "--training.window_len differs from seq_len, but without varlen a row is one window",
+                got=f"window_len {self.window_len}, seq_len {self.seq_len}",
+                fix="Add --training.varlen, or leave window_len away",
+            )
+
+    def _check_proportions(self) -> None:
+        if self.data_probs is None:
+            return
+        num_corpora = len(self.corpora)
+        if len(self.data_probs) != num_corpora:
+            raise UsageError(
+                "--training.data_probs does not fit --training.dataset",
+                got=f"{len(self.data_probs)} proportions for {num_corpora} corpora",
+                expected="one for each corpus",
+            )
+        for proportion in self.data_probs:
+            if not 0 < proportion < math.inf:
+                raise UsageError(
+                    f"--training.data_probs cannot contain {proportion}",
+                    expected="numbers above 0",
+                    fix="Leave a corpus that is not to be drawn out of --training.dataset",
+                )
+
+    @property
+    def corpora(self) -> tuple[str, ...]:
+        """The comma-separated parts of dataset."""
+        return tuple(part.strip() for part in (self.dataset or "").split(",") if part.strip())
+
     @property
     def longest_sequence(self) -> int:
         """context_len, or seq_len where it is absent."""
@@ -140,7 +195,7 @@ class ValidationOptions:
 
     dataset: str | None = option(None, help="[NAME=]PATH[@SPLIT], comma separated; the split is val if there is one")
     freq: int = option(500, help="how often; always at the end, too", unit="steps")
-    tokens: int | None = option(1_000_000, help="at most this much of each set", unit="tokens", parse=parse_count)
+    tokens: int = option(1_000_000, help="at most this much of each set", unit="tokens", parse=parse_count)
 
     def __post_init__(self) -> None:
         at_least("validation", self, 1, "freq", "tokens")
@@ -170,14 +225,16 @@ class OptimizerOptions:
         at_least("optimizer", self, 0, "lr", "beta1", "beta2", "eps", "weight_decay")
         for name in ("beta1", "beta2"):
             if getattr(self, name) >= 1:
-                raise UsageError(f"--optimizer.{name} is too large", got=getattr(self, name), expected="below 1")
+                raise UsageError(f"--optimizer.{name} cannot be {getattr(self, name)}", expected="a number below 1")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerOptions:
     """How the learning rate goes: up, flat, down."""
 
-    warmup_steps: int = option(200, help="steps of the way up", unit="steps", aliases=("training.warmup_steps",))
+    warmup_steps: int = option(
+        DEFAULT_WARMUP_STEPS, help="steps of the way up", unit="steps", aliases=("training.warmup_steps",)
+    )
     warmup_tokens: int | None = option(None, help="instead of warmup_steps", unit="tokens", parse=parse_count)
     decay_ratio: float | None = option(None, help="share of the steps on the way down; all after warm-up if absent")
     decay_type: str = option("cosine", help="shape of the way down", choices=("cosine", "linear", "sqrt"))
@@ -185,10 +242,11 @@ class SchedulerOptions:
 
     def __post_init__(self) -> None:
         at_least("lr_scheduler", self, 0, "warmup_steps", "warmup_tokens", "decay_ratio", "lr_min")
+        _refuse_both("lr_scheduler", self, "warmup_steps", "warmup_tokens", DEFAULT_WARMUP_STEPS)
         for name in ("decay_ratio", "lr_min"):
             value = getattr(self, name)
             if value is not None and value > 1:
-                raise UsageError(f"--lr_scheduler.{name} is a ratio", got=value, expected="from 0 to 1")
+                raise UsageError(f"--lr_scheduler.{name} cannot be {value}", expected="a ratio, from 0 to 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,7 +273,7 @@ class CheckpointOptions:
     enable_checkpoint: bool = option(True, help="save, and resume from what was saved")
     folder: str = option("checkpoint", help="the checkpoints' folder in the run folder")
     interval: int = option(500, help="how often a checkpoint is saved; the last step always is", unit="interval_type")
-    interval_type: str = option("steps", help="unit of interval", choices=("steps", "seconds", "step"))
+    interval_type: str = option("steps", help="unit of interval", choices=("steps", "seconds"))
     load_step: int | None = option(
         None, help="resume from this step; -1: from the latest", unit="steps", parse=_minus_one_is_none
     )

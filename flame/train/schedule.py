@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-# How far down the way a share p (0 to 1] of the decay has gone: 1 is the top, 0 the end.
+# How high the rate still is, from 1 to 0, when the share p (0 to 1) of the way down is done.
 SCHEDULES: dict[str, Callable[[float], float]] = {
     "linear": lambda p: 1 - p,
     "sqrt": lambda p: 1 - math.sqrt(p),

@@ -1,0 +1,67 @@
+"""Options that moved: reading text while training, which `flame-preprocess build` now does once, before."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from flame.errors import UsageError
+from flame.train.options import TrainingOptions
+
+_PREPROCESSING = ("dataset_name", "dataset_split", "data_dir", "data_files")
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+def refuse_preprocessing(training: TrainingOptions, tokenizer: str | None) -> None:
+    """Raise `UsageError` with the commands to type, if `training` would read text, or a dataset by its name."""
+    given = {name: getattr(training, name) for name in _PREPROCESSING if getattr(training, name) is not None}
+    names = [f"--training.{name}" for name in given] + ["--training.streaming"] * training.streaming
+    if names:
+        what = f"training no longer reads text, which {' and '.join(names)} would have it do"
+    elif training.dataset is not None and _is_hub_name(training.dataset):
+        what = f"there is no corpus folder {training.dataset}, and training reads no dataset by its name"
+    else:
+        return
+    datasets = training.corpora or ("DATASET",)
+    outputs = _corpus_folders(datasets, given)
+    commands = [
+        shlex.join(_build_command(dataset, _dealt(given, index, len(datasets)), tokenizer, output))
+        for index, (dataset, output) in enumerate(zip(datasets, outputs, strict=True))
+    ]
+    raise UsageError(
+        what,
+        fix=f"Build {'a corpus' if len(commands) == 1 else 'corpora'} once: {'; '.join(commands)}; "
+        f"then train with --training.dataset {','.join(outputs)}",
+    )
+
+
+def _is_hub_name(dataset: str) -> bool:
+    """Whether `dataset` can be the name of a dataset only: not even the folder that it would lie in exists."""
+    return _HUB_NAME.fullmatch(dataset) is not None and not Path(dataset).parent.exists()
+
+
+def _dealt(given: Mapping[str, str], index: int, count: int) -> dict[str, str]:
+    """Return what belongs to one of several datasets: its part of a list with one part a dataset, else all."""
+    parts = {name: value.split(",") for name, value in given.items()}
+    return {name: parts[name][index].strip() if len(parts[name]) == count else given[name] for name in given}
+
+
+def _build_command(dataset: str, given: Mapping[str, str], tokenizer: str | None, output: str) -> list[str]:
+    words = ["flame-preprocess", "build", "--dataset", dataset]
+    for name, value in given.items():
+        if value:
+            words += [f"--{name}", value]
+    return [*words, "--tokenizer", tokenizer or "TOKENIZER", "--output", output]
+
+
+def _corpus_folders(datasets: Sequence[str], given: Mapping[str, str]) -> list[str]:
+    """Return an output folder for each dataset, none twice."""
+    folders: list[str] = []
+    for index, dataset in enumerate(datasets):
+        name = Path(dataset).name or "corpus"
+        if f"corpora/{name}" in folders:
+            name += "-" + (_dealt(given, index, len(datasets)).get("dataset_name") or str(index + 1))
+        folders.append(f"corpora/{name}" if f"corpora/{name}" not in folders else f"corpora/{name}-{index + 1}")
+    return folders
