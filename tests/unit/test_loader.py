@@ -182,12 +182,12 @@ def test_every_rank_does_its_steps_and_each_window_comes_once_an_epoch(tmp_path:
 def test_an_id_beyond_the_model_is_an_error_of_its_own_step(tmp_path: Path, num_threads: int) -> None:
     """CASES 25: one bad id late, which the manifest of the corpus knows nothing of."""
     corpus = make_corpus(tmp_path / "corpus", [[7] * 159], provenance=False)
-    mixture = mixture_of_corpora([corpus], None, 5)
-    splits = open_mixture(mixture)
-    path = tokens_path(corpus, "train", splits[0].shards[0].name)
+    path = tokens_path(corpus, "train", "shard-00000-000")
     data = bytearray(path.read_bytes())
     data[-4 * 12 : -4 * 11] = (50_000).to_bytes(4, "little")  # token 148 of 160
     path.write_bytes(data)
+    mixture = mixture_of_corpora([corpus], None, 5)
+    splits = open_mixture(mixture)
     sampler = Sampler(mixture, splits, WINDOW)
     bad = next(k for k in range(19) if 0 <= 148 - int(sampler.locate(np.array([k])).offset[0]) <= WINDOW)
     chosen = geometry(seq_len=WINDOW, micro_batch=1, accumulation=1)
