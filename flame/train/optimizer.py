@@ -53,12 +53,12 @@ def build_optimizer(model: nn.Module, options: OptimizerOptions, device: torch.d
 def parameter_groups(named: Iterable[tuple[str, Tensor]], options: OptimizerOptions) -> list[dict[str, Any]]:
     """Return the groups `decayed` and `not_decayed` (those that are not empty).
 
-    Vectors (norms, biases, gates) and parameters marked `_no_weight_decay` are not decayed, unless `decay_all`.
+    Vectors (norms, gates), biases and parameters marked `_no_weight_decay` are not decayed, unless `decay_all`.
     """
     decayed: list[Tensor] = []
     not_decayed: list[Tensor] = []
-    for _, parameter in named:
-        spared = parameter.ndim < 2 or getattr(parameter, "_no_weight_decay", False)
+    for name, parameter in named:
+        spared = parameter.ndim < 2 or name.endswith("bias") or getattr(parameter, "_no_weight_decay", False)
         (not_decayed if spared and not options.decay_all else decayed).append(parameter)
     groups = [
         {"params": decayed, "name": "decayed", "weight_decay": options.weight_decay},
