@@ -1,4 +1,4 @@
-"""Optimizers: who is decayed, hyperparameters that follow the configuration, and clipping in one pass, sharded or not."""
+"""Optimizers: who is decayed, hyperparameters that follow the configuration, clipping in one pass, sharded or not."""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -63,7 +65,7 @@ def test_up_flat_down(total: int, warmup: int, ratio: float | None, kind: str, l
     factors = curve(total, warmup, ratio=ratio, kind=kind, lr_min=lr_min)
     rising, after = factors[:warmup], factors[warmup:]
     assert rising == [(step + 1) / warmup for step in range(len(rising))]
-    assert all(later <= earlier + 1e-12 for earlier, later in zip(after, after[1:]))
+    assert all(later <= earlier + 1e-12 for earlier, later in itertools.pairwise(after))
     assert all(lr_min - 1e-12 <= factor <= 1 for factor in after)
     if after:
         assert after[0] == 1
