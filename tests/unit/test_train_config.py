@@ -152,6 +152,20 @@ ALIASES = {
     "checkpoint.last_save_model_weights_only": "checkpoint.model_weights_only",
 }
 
+USUAL_CALL = """
+    --job.dump_folder exp/a --model.config configs/transformer_340M.json --model.tokenizer_path tok
+    --optimizer.name AdamW --optimizer.eps 1e-15 --optimizer.lr 1e-3 --lr_scheduler.warmup_steps 1024
+    --lr_scheduler.lr_min 0.1 --lr_scheduler.decay_type cosine --training.batch_size 1 --training.seq_len 65536
+    --training.context_len 4096 --training.varlen --training.gradient_accumulation_steps 1 --training.steps 20480
+    --training.max_norm 1.0 --training.skip_nan_inf --training.num_workers 32 --training.prefetch_factor 2
+    --training.seed 42 --training.compile --checkpoint.interval 2048 --checkpoint.load_step -1
+    --checkpoint.keep_latest_k 2 --metrics.log_freq 1
+"""
+USUAL_DATA = """
+    --training.dataset HuggingFaceFW/fineweb-edu --training.dataset_name sample-100BT
+    --training.dataset_split train --training.streaming
+"""
+
 
 def parse(*argv: str) -> TrainConfig:
     return parse_train_config([*NEEDED, *argv])
@@ -183,19 +197,8 @@ def test_what_may_be_none_is_none_by_default() -> None:
 
 def test_the_usual_call_of_the_predecessor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
-    call = """
-        --job.dump_folder exp/a --model.config configs/transformer_340M.json --model.tokenizer_path tok
-        --optimizer.name AdamW --optimizer.eps 1e-15 --optimizer.lr 1e-3 --lr_scheduler.warmup_steps 1024
-        --lr_scheduler.lr_min 0.1 --lr_scheduler.decay_type cosine --training.batch_size 1 --training.seq_len 65536
-        --training.context_len 4096 --training.varlen --training.gradient_accumulation_steps 1 --training.steps 20480
-        --training.max_norm 1.0 --training.skip_nan_inf --training.num_workers 32 --training.prefetch_factor 2
-        --training.seed 42 --training.compile --checkpoint.interval 2048 --checkpoint.load_step -1
-        --checkpoint.keep_latest_k 2 --metrics.log_freq 1
-    """.split()
-    old_data = """
-        --training.dataset HuggingFaceFW/fineweb-edu --training.dataset_name sample-100BT
-        --training.dataset_split train --training.streaming
-    """.split()
+    call = USUAL_CALL.split()
+    old_data = USUAL_DATA.split()
     with pytest.raises(UsageError) as refused:
         parse_train_config([*call, *old_data])
     command = (
