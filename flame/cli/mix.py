@@ -11,6 +11,7 @@ from flame.sampling.check import CheckOptions, check
 from flame.sampling.create import CreateOptions, create
 from flame.sampling.samples import SamplesOptions, samples
 from flame.sampling.show import ShowOptions, show
+from flame.sampling.trace import TraceOptions, trace
 
 COMMANDS = (
     Command(
@@ -27,8 +28,9 @@ COMMANDS = (
         run=check,
     ),
     Command(name="samples", options=SamplesOptions, help="List which window each sample of a stretch is.", run=samples),
+    Command(name="trace", options=TraceOptions, help="Show the documents that a sample is made of.", run=trace),
 )
-NOT_YET = ("trace", "edit")
+NOT_YET = ("edit",)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -350,16 +350,23 @@ def test_wrong_stretches_are_refused(
 # ---- the program
 
 
-@pytest.mark.parametrize("command", ["trace", "edit"])
-def test_what_is_not_there_yet_is_refused_by_name(capsys: Capture, command: str) -> None:
-    assert f"flame-mix {command} is not available yet" in refused(capsys, 2, command, "mix.json", "--sample", 3)
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (("edit", "mix.json"), "flame-mix edit"),
+        (("trace", "--run", "exp/a", "--step", 5), "flame-mix trace --run"),
+        (("trace", "mix.json", "--rank", 3), "flame-mix trace --rank"),
+    ],
+)
+def test_what_is_not_there_yet_is_refused_by_name(capsys: Capture, words: tuple[object, ...], what: str) -> None:
+    assert f"{what} is not available yet" in refused(capsys, 2, *words)
 
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", "flame.cli.mix", *words], capture_output=True, text=True, check=False)
 
 
-@pytest.mark.parametrize("command", ["create", "show", "check", "samples"])
+@pytest.mark.parametrize("command", ["create", "show", "check", "samples", "trace"])
 def test_help_names_every_option(command: str) -> None:
     shown = run(command, "-h")
     assert shown.returncode == 0 and shown.stderr == ""
