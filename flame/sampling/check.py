@@ -1,4 +1,4 @@
-"""`flame-mix check`: whether every corpus of a mixture is there, the same as it was, and whole to the size."""
+"""`flame-mix check`: whether every corpus of a mixture is there, the same as it was, and whole."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from flame.config import option
 from flame.errors import FlameError, MixtureError
 from flame.sampling.mixture import Mixture, Source
 from flame.sampling.show import MixtureOptions
+from flame.shards.checksum import payload_checksum
 from flame.shards.manifest import Manifest, read_manifest
 from flame.shards.maps import ShardFiles, map_shard
 
@@ -20,6 +21,7 @@ DAMAGE = 3  # exit code
 class CheckOptions(MixtureOptions):
     """The options of `flame-mix check`."""
 
+    full: bool = option(False, help="read every shard, and compare its checksums too")
     json: bool = option(False, help="print one JSON object a finding")
 
 
@@ -34,7 +36,8 @@ class Finding:
 def check(options: CheckOptions) -> int:
     """Print a line for each thing that is wrong; 3 where there is one.
 
-    Cost: a manifest a source, and two opens and two pages a shard. Whole checksums are `flame-preprocess verify`'s.
+    Cost: a manifest a source, and two opens and two pages a shard, or with `full` all of its bytes. What is inside
+    (boundaries, ids, the tokenizer) is `flame-preprocess verify`'s.
     """
     try:
         mixture = options.read()
@@ -42,18 +45,19 @@ def check(options: CheckOptions) -> int:
         findings = [Finding(source=None, problem=str(error))]
         num_sources = 0
     else:
-        findings = list(find_damage(mixture))
+        findings = list(find_damage(mixture, full=options.full))
         num_sources = len(mixture.sources)
     for finding in findings:
         line = f"{finding.source or options.mixture}: {finding.problem}"
         print(json.dumps(asdict(finding), ensure_ascii=False) if options.json else line)
     if not findings and not options.json:
-        print(f"{options.mixture}: {num_sources} sources are there, unchanged, every shard of the size it must have")
+        whole = "with its checksums" if options.full else "of the size it must have"
+        print(f"{options.mixture}: {num_sources} sources are there, unchanged, every shard {whole}")
     return DAMAGE if findings else 0
 
 
-def find_damage(mixture: Mixture) -> Iterator[Finding]:
-    """Yield what is wrong with the mixture's corpora, in the order of its sources."""
+def find_damage(mixture: Mixture, *, full: bool = False) -> Iterator[Finding]:
+    """Yield what is wrong with the mixture's corpora, in the order of its sources; `full` reads every byte."""
     first: tuple[str, str] | None = None  # source and its tokenizer
     for source in mixture.sources:
         try:
@@ -64,11 +68,11 @@ def find_damage(mixture: Mixture) -> Iterator[Finding]:
         first = first or (source.name, manifest.tokenizer.fingerprint)
         if manifest.tokenizer.fingerprint != first[1]:
             yield Finding(source=source.name, problem=f"another tokenizer than that of source {first[0]!r}")
-        for problem in _source_damage(source, manifest):
+        for problem in _source_damage(source, manifest, full=full):
             yield Finding(source=source.name, problem=problem)
 
 
-def _source_damage(source: Source, manifest: Manifest) -> Iterator[str]:
+def _source_damage(source: Source, manifest: Manifest, *, full: bool) -> Iterator[str]:
     if manifest.fingerprint != source.fingerprint:
         yield (
             f"another corpus than the mixture was made of "
@@ -82,7 +86,20 @@ def _source_damage(source: Source, manifest: Manifest) -> Iterator[str]:
     if split.num_tokens != source.num_tokens:
         yield f"{split.num_tokens} tokens, not the {source.num_tokens} that the mixture names (in {source.corpus})"
     for shard in split.shards:
+        files = ShardFiles(source.corpus, source.split, shard)
         try:
-            map_shard(ShardFiles(source.corpus, source.split, shard))
+            map_shard(files)
+            if full:
+                yield from _changed_bytes(files)
         except FlameError as error:
             yield str(error)
+
+
+def _changed_bytes(files: ShardFiles) -> Iterator[str]:
+    for path, expected in (
+        (files.tokens_path, files.info.tokens_checksum),
+        (files.ends_path, files.info.ends_checksum),
+    ):
+        found = payload_checksum(path)
+        if found != expected:
+            yield f"the bytes of a file of the corpus changed (in {path}; got {found}; expected {expected})"

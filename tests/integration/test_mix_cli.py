@@ -264,6 +264,22 @@ def test_check_names_what_is_wrong(
         assert finding["source"] == source and text in finding["problem"]
 
 
+@pytest.mark.parametrize("kind", ["tokens", "ends"])
+def test_a_full_check_reads_every_byte(folder: Path, capsys: Capture, kind: str) -> None:
+    create(*WEB_AND_CODE)
+    assert mix("check", "mix.json", "--full") == 0
+    assert "checksums" in capsys.readouterr().out
+    path = folder / f"corpora/web/train/shard-00000-002.{kind}.npy"
+    data = bytearray(path.read_bytes())
+    data[-12] ^= 1  # neither the last token nor the last end
+    path.write_bytes(data)
+    assert mix("check", "mix.json") == 0
+    capsys.readouterr()
+    assert mix("check", "mix.json", "--full") == 3
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("web: the bytes of a file of the corpus changed") and path.name in line
+
+
 def test_check_of_nothing_is_a_wrong_call(folder: Path, capsys: Capture) -> None:
     assert "no such mixture manifest" in refused(capsys, 2, "check", "mix.json")
 
