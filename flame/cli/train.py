@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from flame.config import guarded, help_text, take_debug
 from flame.train.config import TrainConfig, parse_train_config
 from flame.train.launch import launch, plan_from_environment
+from flame.train.moved import refuse_dataset_name
 
 _DESCRIPTION = (
     "Train a causal language model on corpora of token shards. One process, or with NGPU=<n> as many ranks on this "
@@ -26,7 +27,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
 
     def run() -> int:
-        parse_train_config(options)  # a wrong call is told once, not by every rank
+        config = parse_train_config(options)  # a wrong call is told once, not by every rank
+        refuse_dataset_name(config.training, config.model.tokenizer_path)
         plan = plan_from_environment(dict(os.environ))
         if plan is not None:
             return launch(plan, words)

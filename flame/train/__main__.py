@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from flame.config import guarded, help_text, take_debug
 from flame.train.config import TrainConfig, parse_train_config
+from flame.train.moved import refuse_dataset_name
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -24,6 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _train(words: Sequence[str]) -> int:
     config = parse_train_config(words)
+    refuse_dataset_name(config.training, config.model.tokenizer_path)
     if config.training.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
     from flame.train.loop import train  # torch and transformers load in seconds: not for a wrong call

@@ -15,26 +15,32 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def refuse_preprocessing(training: TrainingOptions, tokenizer: str | None) -> None:
-    """Raise `UsageError` with the commands to type, if `training` would read text, or a dataset by its name."""
+    """Raise `UsageError` with the commands to type, if options ask for text to be read while training."""
     given = {name: getattr(training, name) for name in _PREPROCESSING if getattr(training, name) is not None}
     names = [f"--training.{name}" for name in given] + ["--training.streaming"] * training.streaming
     if names:
         what = f"training no longer reads text, which {' and '.join(names)} would have it do"
-    elif training.dataset is not None and _is_hub_name(training.dataset):
-        what = f"there is no corpus folder {training.dataset}, and training reads no dataset by its name"
-    else:
-        return
-    datasets = training.corpora or ("DATASET",)
+        raise UsageError(what, fix=_commands_to_type(training.corpora or ("DATASET",), given, tokenizer))
+
+
+def refuse_dataset_name(training: TrainingOptions, tokenizer: str | None) -> None:
+    """Raise `UsageError` with the command to type, if the dataset can only be a name such as `owner/dataset`.
+
+    Looks for the folder: to be called when a run starts, not when its options are read.
+    """
+    if len(training.corpora) == 1 and _is_hub_name(training.corpora[0]):
+        what = f"there is no corpus folder {training.corpora[0]}, and training reads no dataset by its name"
+        raise UsageError(what, fix=_commands_to_type(training.corpora, {}, tokenizer))
+
+
+def _commands_to_type(datasets: Sequence[str], given: Mapping[str, str], tokenizer: str | None) -> str:
     outputs = _corpus_folders(datasets, given)
     commands = [
         shlex.join(_build_command(dataset, _dealt(given, index, len(datasets)), tokenizer, output))
         for index, (dataset, output) in enumerate(zip(datasets, outputs, strict=True))
     ]
-    raise UsageError(
-        what,
-        fix=f"Build {'a corpus' if len(commands) == 1 else 'corpora'} once: {'; '.join(commands)}; "
-        f"then train with --training.dataset {','.join(outputs)}",
-    )
+    built = "a corpus" if len(commands) == 1 else "corpora"
+    return f"Build {built} once: {'; '.join(commands)}; then train with --training.dataset {','.join(outputs)}"
 
 
 def _is_hub_name(dataset: str) -> bool:

@@ -17,6 +17,7 @@ from flame.config import Option, options_of, parse_flat
 from flame.errors import UsageError
 from flame.preprocess.config import BuildOptions
 from flame.train.config import NOT_AVAILABLE_YET, TrainConfig, flatten, parse_train_config, to_toml
+from flame.train.moved import refuse_dataset_name
 from flame.train.options import TrainingOptions
 
 NEEDED = ("--model.config", "m.json", "--training.dataset", "corpus")
@@ -195,8 +196,7 @@ def test_what_may_be_none_is_none_by_default() -> None:
             assert option.default is None, option.name
 
 
-def test_the_usual_call_of_the_predecessor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_the_usual_call_of_the_predecessor() -> None:
     call = USUAL_CALL.split()
     old_data = USUAL_DATA.split()
     with pytest.raises(UsageError) as refused:
@@ -207,7 +207,6 @@ def test_the_usual_call_of_the_predecessor(monkeypatch: pytest.MonkeyPatch, tmp_
     )
     assert command in str(refused.value) and "--training.dataset corpora/fineweb-edu" in str(refused.value)
 
-    (tmp_path / "corpora").mkdir()
     config = parse_train_config([*call, "--training.dataset", "corpora/fineweb-edu"])
     assert (
         config.optimizer.eps == 1e-15 and config.checkpoint.load_step is None and config.checkpoint.keep_latest_k == 2
@@ -386,10 +385,6 @@ def test_what_every_run_needs(missing: str) -> None:
             ],
         ),
         ("--training.streaming", ["--dataset DATASET --tokenizer TOKENIZER --output corpora/DATASET"]),
-        (
-            "--training.dataset=nobody/web-edu",
-            ["--dataset nobody/web-edu --tokenizer TOKENIZER --output corpora/web-edu"],
-        ),
     ],
 )
 def test_reading_text_is_answered_with_the_commands_to_type(argv: str, commands: list[str]) -> None:
@@ -416,10 +411,15 @@ def test_streaming_false_is_fine() -> None:
     assert parse("--training.streaming", "false").training.streaming is False
 
 
-def test_a_path_that_could_exist_is_no_dataset_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_name_of_a_dataset_is_answered_with_the_command_to_type(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "corpora").mkdir()
-    assert parse("--training.dataset", "corpora/web").dataset == "corpora/web"  # absent: told when it is opened
+    for path in ("corpora/web", "web", "mix.json", str(tmp_path / "web"), "a/b/c", "a/x,b/y"):
+        refuse_dataset_name(TrainingOptions(dataset=path), None)  # absent ones are told when they are opened
+    with pytest.raises(UsageError, match=r"build --dataset nobody/web --tokenizer tok --output corpora/web; then"):
+        refuse_dataset_name(TrainingOptions(dataset="nobody/web"), "tok")
 
 
 def _another_value(option: Option) -> str:
