@@ -101,12 +101,12 @@ def _read(
     S = ids_NS.shape[1]
     found: list[NDArray[np.uint64]] = []
     shifts: list[int] = []
-    for i, (split, offset) in enumerate(windows):
+    for (split, offset), ids_S, labels_S in zip(windows, ids_NS, labels_NS, strict=True):
         tokens, ends, base = split.view_window(offset, S)
-        ids_NS[i] = tokens[:-1]
-        labels_NS[i] = tokens[1:]
+        ids_S[:] = tokens[:-1]
+        labels_S[:] = tokens[1:]
+        shifts.append(len(found) * S - base)
         found.append(ends)
-        shifts.append(i * S - base)
     stops = np.concatenate(found).view(np.int64)
     stops += shifts[0] if len(found) == 1 else np.repeat(shifts, [len(ends) for ends in found])
     if np.count_nonzero(stops[1:] > stops[:-1]) < len(stops) - 1:

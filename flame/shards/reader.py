@@ -123,15 +123,16 @@ class Split:
         (`ends_between` names the damage). Cost: two bisections.
         """
         start = index(start)
-        shard = self._shard_of(start)
+        shard = bisect_right(self._token_starts, start) - 1
         first = start - self._token_starts[shard]
         stop = first + length
         if not 0 <= first < stop < self.shards[shard].num_tokens:
             ends = self.ends_between(start, start + length)
             return self.read(start, start + length + 1), ends.astype(np.uint64), start
         mapped = self._map(shard)
-        begin = bisect_right(mapped.end_values, first)
-        end = bisect_right(mapped.end_values, stop, begin, min(begin + length, len(mapped.end_values)))
+        values = mapped.end_values
+        begin = bisect_right(values, first)
+        end = bisect_right(values, stop, begin, min(begin + length, len(values)))
         return mapped.tokens[first : stop + 1], mapped.ends[begin:end], first
 
     def locate(self, token: int) -> tuple[int, int]:
