@@ -48,7 +48,7 @@ class FlameError(Exception):
         ]
         sentence = self.what.rstrip(".") + (f" ({'; '.join(facts)})" if facts else "") + "."
         if self.fix is not None:
-            sentence += f" {self.fix.rstrip('.')}."
+            sentence += f" {self.fix}" if self.fix.endswith("?") else f" {self.fix.rstrip('.')}."
         return sentence
 
 

@@ -87,8 +87,10 @@ def write_json(path: Path, value: Any, *, indent: int | None = 2) -> None:
 def append_line(path: Path, line: str, *, durable: bool = False) -> None:
     """Append one line to `path` in a single write; `durable` fsyncs it."""
     assert "\n" not in line, "append_line takes one line"
-    with named_disk_errors(path, len(line) + 1), open(path, "ab", buffering=0) as file:
-        file.write(line.encode("utf-8") + b"\n")
+    data = line.encode("utf-8") + b"\n"
+    with named_disk_errors(path, len(data)), open(path, "ab", buffering=0) as file:
+        if file.write(data) != len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         if durable:
             os.fsync(file.fileno())
 

@@ -35,7 +35,10 @@ def random_documents(count: int, *, seed: int, longest: int = 60, vocabulary: in
     rng = np.random.default_rng(seed)
     lengths = rng.integers(0, longest + 1, count)
     starts = rng.integers(1, vocabulary, count)
-    return [[1 + int(start + i) % (vocabulary - 1) for i in range(length)] for start, length in zip(starts, lengths)]
+    return [
+        [1 + int(start + i) % (vocabulary - 1) for i in range(length)]
+        for start, length in zip(starts, lengths, strict=True)
+    ]
 
 
 def make_training_folder(folder: Path, tokenizer: Path) -> Path:

@@ -48,7 +48,7 @@ class Scale:
     warmup_steps: int = 30
     interval: int = 50
     log_freq: int = 5
-    validation_tokens: int = 32_768
+    validation_tokens: int = 16_384
 
 
 TINY = Scale(
@@ -63,7 +63,7 @@ TINY = Scale(
     seq_len=256,
     window_len=128,
     learning_rate=1e-2,
-    steps=40,
+    steps=60,
     warmup_steps=2,
     interval=10,
     log_freq=1,
@@ -147,7 +147,9 @@ def run_stages(demo: Demo) -> None:
         named = [word for source in sources for word in ("--source", source)]
         call([script("flame-mix"), "create", *named, "--tokens", tokens, "--seed", 42, "--output", demo.mixture])
     with demo.stage("training", f"{scale.steps} steps, to be killed by SIGKILL after checkpoint {scale.steps // 2}"):
-        killed = train_until_killed(train_command(demo), demo.run, after=scale.steps // 2)
+        killed = train_until_killed(
+            train_command(demo), demo.run, after=scale.steps // 2, lost=max(1, scale.interval // 2)
+        )
     with demo.stage("resume", f"the same command again, which is to go on from step {killed.checkpoint}"):
         call(train_command(demo))
         repeated = check_resumed(demo.run, killed, steps=scale.steps)

@@ -27,14 +27,15 @@ class Killed:
     checkpoint: int
 
 
-def train_until_killed(command: Sequence[object], run: Path, *, after: int) -> Killed:
-    """Start `command` in a process group of its own and kill the group once a checkpoint and a later step are there.
+def train_until_killed(command: Sequence[object], run: Path, *, after: int, lost: int) -> Killed:
+    """Start `command` in a process group of its own and kill the group once a checkpoint and later steps are there.
 
-    The checkpoint is the one of step `after`, the step any one logged later. Raises `DemoError` if the run ends first.
+    The checkpoint is the one of step `after`; the last logged step is `lost` or more steps later, so that the resumed
+    run trains them again. Raises `DemoError` if the run ends first.
     """
     process = subprocess.Popen(announce(command), env=environment(), start_new_session=True)
     try:
-        while last_step(run) <= after or last_checkpoint(run) < after:
+        while last_step(run) < after + lost or last_checkpoint(run) < after:
             if process.poll() is not None:
                 raise DemoError(f"`flame-train` exited {process.returncode} by itself, before the kill")
             time.sleep(_POLL_SECONDS)

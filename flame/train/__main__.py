@@ -28,6 +28,8 @@ def _train(words: Sequence[str]) -> int:
     refuse_dataset_name(config.training, config.model.tokenizer_path)
     if config.training.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
+    for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"):  # today's name, and torch 2.11's
+        os.environ.setdefault(name, str(config.comm.trace_buf_size))
     from flame.train.loop import train  # torch and transformers load in seconds: not for a wrong call
 
     return train(config, words)

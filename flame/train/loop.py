@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flame.errors import TrainingError
+from flame.files import exclusive_lock
 from flame.train.checkpoint import TrainState, save_checkpoint
 from flame.train.checkpoint_files import retain_latest
 from flame.train.config import TrainConfig, to_toml
@@ -57,8 +58,11 @@ def train(config: TrainConfig, argv: Sequence[str] = ()) -> int:
         configure_logging(world.rank, world.size)
         if config.job.print_args:
             log.info("resolved configuration:\n%s", to_toml(config))
-        run = prepare(config, world, argv)
-        return run_steps(run, stop, began)
+        if config.job.use_for_integration_test:
+            log.info("job.use_for_integration_test has no effect")
+        with _alone_in(config.job.dump_folder, world):
+            run = prepare(config, world, argv)
+            return run_steps(run, stop, began)
 
 
 def run_steps(run: Run, stop: StopRequest, began: float) -> int:
@@ -225,6 +229,20 @@ def step_seed(seed: int, step: int, dp_rank: int) -> int:
     """Return the seed of all random numbers that one rank draws in one step: no RNG state is ever saved."""
     digest = hashlib.blake2b(f"{seed}|{step}|{dp_rank}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
+
+
+@contextlib.contextmanager
+def _alone_in(folder: Path, world: World) -> Iterator[None]:
+    """Keep a second run out of the folder for as long as this one lives, however it ends."""
+    with contextlib.ExitStack() as held:
+        error: Exception | None = None
+        try:
+            if world.is_main:
+                held.enter_context(exclusive_lock(folder / ".lock", what="this run"))
+        except Exception as caught:
+            error = caught
+        raise_together(error, world, "opening the run folder")
+        yield
 
 
 def _backward(module: CausalLMLoss, batch: StepBatch) -> Tensor:

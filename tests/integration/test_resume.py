@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.runs import PROJECT, arguments, losses_and_norms, make_training_folder, read_metrics, run_training
+from tests.runs import PROJECT, arguments, losses_and_norms, make_training_folder, run_training
 
 
 @pytest.fixture(scope="module")

@@ -18,9 +18,7 @@ def test_ranks_of_the_second_node() -> None:
     plan = plan_from_environment(
         {"NGPU": "4", "NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
     )
-    assert plan == LaunchPlan(
-        num_local_ranks=4, num_nodes=2, node_rank=1, master_addr="10.0.0.1", master_port=29500
-    )
+    assert plan == LaunchPlan(num_local_ranks=4, num_nodes=2, node_rank=1, master_addr="10.0.0.1", master_port=29500)
     assert plan.environment(2, 29500) == {
         "RANK": "6",
         "LOCAL_RANK": "2",

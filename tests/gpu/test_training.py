@@ -1,0 +1,60 @@
+"""Whole runs on a GPU: the same code path as on a CPU, resumed to the last bit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.runs import LLAMA, arguments, losses_and_norms, make_training_folder, read_metrics, run_training
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Path) -> Path:
+    folder = make_training_folder(tmp_path_factory.mktemp("training"), tiny_tokenizer)
+    shape = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4}
+    (folder / "llama.json").write_text(json.dumps(LLAMA | shape))
+    return folder
+
+
+def test_a_resumed_run_is_bitwise_the_straight_one(folder: Path, tmp_path: Path) -> None:
+    options = {"training__deterministic": "true", "training__steps": 50, "checkpoint__interval": 25}
+    straight, stopped = tmp_path / "straight", tmp_path / "stopped"
+    run_training(arguments(folder, straight, **options))
+    run_training(arguments(folder, stopped, **options))
+    expected = losses_and_norms(straight)
+    assert losses_and_norms(stopped) == expected, "twice the same"
+    assert expected[-1][1] < expected[0][1]
+    run_training(arguments(folder, stopped, **options, checkpoint__load_step=25))
+    assert losses_and_norms(stopped) == expected
+    assert len((stopped / "metrics.abandoned.jsonl").read_text().splitlines()) == 25
+
+
+def test_bf16_on_the_gpu_follows_fp32_on_a_cpu(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_training(arguments(folder, tmp_path / "gpu"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    run_training(arguments(folder, tmp_path / "cpu"))
+    gpu, cpu = losses_and_norms(tmp_path / "gpu"), losses_and_norms(tmp_path / "cpu")
+    assert len(gpu) == len(cpu) == 20
+    for (_, on_gpu, _), (_, on_cpu, _) in zip(gpu, cpu, strict=True):
+        assert on_gpu == pytest.approx(on_cpu, rel=1e-2)
+
+
+def test_compiled_blocks_follow_the_others(folder: Path, tmp_path: Path) -> None:
+    run_training(arguments(folder, tmp_path / "eager"))
+    run_training(arguments(folder, tmp_path / "compiled", training__compile="true"))
+    eager, compiled = losses_and_norms(tmp_path / "eager"), losses_and_norms(tmp_path / "compiled")
+    for (_, one, _), (_, other, _) in zip(eager, compiled, strict=True):
+        assert one == pytest.approx(other, rel=1e-2)
+
+
+def test_the_gpus_memory_is_logged(folder: Path, tmp_path: Path) -> None:
+    run_training(arguments(folder, tmp_path / "run", training__steps=2))
+    assert read_metrics(tmp_path / "run")[-1]["memory/max_active(GiB)"] > 0
