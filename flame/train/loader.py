@@ -201,5 +201,5 @@ def to_device(batch: PackedBatch, device: torch.device) -> MicroBatch:
 
 def _use_device(device: torch.device) -> None:
     """Let a reading thread pin memory for its rank's own GPU: a new thread's is the first one of the host."""
-    if device.type == "cuda":
+    if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
