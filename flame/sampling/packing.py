@@ -13,7 +13,6 @@ from flame.sampling.sampler import BatchGeometry, Sampler
 from flame.shards.reader import Split
 
 IGNORE_INDEX = -100
-_TOKENS_A_SLICE = 400  # are counted in the time that one more slice takes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,8 +21,8 @@ class PackedBatch:
 
     `input_ids`, `labels` and `positions` are int32 `[rows, T]`. With varlen rows is 1 and T is B·seq_len, and
     `cu_seqlens` (int32 `[num_sequences + 1]`, 0 first, T last, strictly rising) delimits sequences, the longest of
-    which has `max_seqlen` tokens; without it both are None. `max_token_id` is the largest id that was read, for ids and
-    labels alike. `sources` and `samples` name each window's source and k.
+    which has `max_seqlen` tokens; without it both are None. `lengths` are those of all sequences (rows, without
+    varlen). `sources` and `samples` name each window's source and k.
     """
 
     input_ids: NDArray[np.int32]
@@ -33,9 +32,16 @@ class PackedBatch:
     max_seqlen: int | None
     lengths: NDArray[np.int32]
     num_labels: int
-    max_token_id: int
     sources: NDArray[np.int32]
     samples: NDArray[np.int64]
+
+    @property
+    def max_token_id(self) -> int:
+        """The largest token id, of ids and labels alike. Cost: a pass over the ids."""
+        last_labels = self.labels.reshape(len(self.samples), -1)[:, -1]  # the others are ids, too
+        last_labels = last_labels[last_labels != IGNORE_INDEX]
+        # unsigned, as they are on disk: an id above 2^31 is no negative one
+        return max(int(ids.view(np.uint32).max(initial=0)) for ids in (self.input_ids, last_labels))
 
 
 def pack(sampler: Sampler, splits: Sequence[Split], ks: NDArray[np.int64], geometry: BatchGeometry) -> PackedBatch:
@@ -59,10 +65,9 @@ def pack_windows(
     context_len tokens within those. Without it every position has a label.
     """
     N, S = len(windows), geometry.window_len
-    ids_NS, labels_NS = np.empty((2, N, S), dtype=np.int32)
-    ends = _read(windows, ids_NS.view(np.uint32), labels_NS.view(np.uint32))
-    # unsigned, as they are on disk: an id above 2^31 is no negative one
-    max_token_id = max(int(labels_NS.view(np.uint32).max()), int(ids_NS[:, 0].view(np.uint32).max()))
+    out_2NS = np.empty((2, N, S), dtype=np.int32)
+    ends = _read(windows, S, *out_2NS.view(np.uint32))
+    ids_NS, labels_NS = out_2NS
     if not geometry.varlen:
         return PackedBatch(
             input_ids=ids_NS,
@@ -72,85 +77,87 @@ def pack_windows(
             max_seqlen=None,
             lengths=np.full(N, S, dtype=np.int32),
             num_labels=N * S,
-            max_token_id=max_token_id,
             sources=sources,
             samples=samples,
         )
-    labels = labels_NS.reshape(1, -1)
-    labels[0, ends - 1] = IGNORE_INDEX
-    cu_seqlens = cut_sequences(ends, N, S, geometry.context_len)
+    ids, labels = out_2NS.reshape(2, 1, N * S)
+    try:
+        cuts, stops = cut_sequences(ends, S, geometry.context_len)
+    except ValueError:
+        for split, offset in windows:
+            split.ends_between(offset, offset + S)  # raises for the damaged one, with the file's name
+        raise
+    out_2NS.reshape(-1)[N * S - 1 :][stops] = IGNORE_INDEX  # the label before each end
+    cu_seqlens = np.array(cuts, dtype=np.int32)
     lengths = cu_seqlens[1:] - cu_seqlens[:-1]
+    each_length = lengths.tolist()
     return PackedBatch(
-        input_ids=ids_NS.reshape(1, -1),
+        input_ids=ids,
         labels=labels,
-        positions=_positions(lengths, N * S).reshape(1, -1),
+        positions=_positions(each_length, N * S),
         cu_seqlens=cu_seqlens,
-        max_seqlen=int(lengths.max()),
+        max_seqlen=max(each_length),
         lengths=lengths,
-        num_labels=N * S - len(ends),
-        max_token_id=max_token_id,
+        num_labels=N * S - len(stops),
         sources=sources,
         samples=samples,
     )
 
 
 def _read(
-    windows: Sequence[tuple[Split, int]], ids_NS: NDArray[np.uint32], labels_NS: NDArray[np.uint32]
-) -> NDArray[np.int64]:
-    """Fill ids and labels; return where documents end, in tokens of the windows laid one behind the other, rising."""
-    S = ids_NS.shape[1]
-    found: list[NDArray[np.uint64]] = []
-    shifts: list[int] = []
+    windows: Sequence[tuple[Split, int]], window_len: int, ids_NS: NDArray[np.uint32], labels_NS: NDArray[np.uint32]
+) -> list[tuple[int, list[int]]]:
+    """Fill ids and labels; return of each window a base, and the document ends in it, counted from that base."""
+    found = []
     for (split, offset), ids_S, labels_S in zip(windows, ids_NS, labels_NS, strict=True):
-        tokens, ends, base = split.view_window(offset, S)
+        tokens, ends, base = split.view_window(offset, window_len)
         ids_S[:] = tokens[:-1]
         labels_S[:] = tokens[1:]
-        shifts.append(len(found) * S - base)
-        found.append(ends)
-    stops = np.concatenate(found).view(np.int64)
-    stops += shifts[0] if len(found) == 1 else np.repeat(shifts, [len(ends) for ends in found])
-    if np.count_nonzero(stops[1:] > stops[:-1]) < len(stops) - 1:
-        for split, offset in windows:
-            split.ends_between(offset, offset + S)  # raises for the damaged one
-        raise AssertionError("document ends of a window fall, and were not found to")
-    return stops
+        found.append((base, ends.tolist()))
+    return found
 
 
 def cut_sequences(
-    document_ends: NDArray[np.int64], num_windows: int, window_len: int, context_len: int
-) -> NDArray[np.int32]:
-    """Return cu_seqlens (int32): cuts at windows, at document ends, and every `context_len` tokens between those.
+    document_ends: Sequence[tuple[int, Sequence[int]]], window_len: int, context_len: int
+) -> tuple[list[int], list[int]]:
+    """Return cu_seqlens, cut at windows, at document ends, and every `context_len` tokens between; and documents' ends.
 
-    `document_ends` are exclusive, in tokens of `num_windows` windows laid one behind the other.
+    `document_ends` are a base and the ends counted from it, of each window; what is returned is in tokens of all
+    windows laid one behind the other. Raises `ValueError` unless they rise. A loop in Python: sequences are hundreds of
+    tokens long, and the dozen steps in numpy that do the same cost as much as a hundred turns of it.
     """
-    total = num_windows * window_len
-    stops = np.concatenate((document_ends, np.arange(window_len, total + 1, window_len)))
-    stops.sort()
-    starts = np.empty_like(stops)
-    starts[0] = 0
-    starts[1:] = stops[:-1]
-    pieces = stops - starts  # 0 tokens where a document and a window end together: no piece
-    pieces += context_len - 1
-    pieces //= context_len
-    first_piece = pieces.cumsum()
-    num_sequences = int(first_piece[-1])
-    first_piece -= pieces
-    starts -= first_piece * context_len  # where a piece 0 would begin, that piece p begins p · context_len after it
-    cu_seqlens = np.empty(num_sequences + 1, dtype=np.int32)
-    cu_seqlens[:-1] = np.repeat(starts, pieces) + np.arange(0, num_sequences * context_len, context_len)
-    cu_seqlens[-1] = total
-    return cu_seqlens
+    cuts, stops = [0], []
+    before = begin = 0
+    for base, ends in document_ends:
+        shift = begin - base
+        for end in ends:
+            stop = shift + end
+            if stop <= before:
+                raise ValueError("document ends fall")
+            stops.append(stop)
+            while stop - before > context_len:
+                before += context_len
+                cuts.append(before)
+            cuts.append(stop)
+            before = stop
+        begin += window_len
+        while begin - before > context_len:
+            before += context_len
+            cuts.append(before)
+        if before < begin:  # a document and its window may end together
+            cuts.append(begin)
+            before = begin
+    return cuts, stops
 
 
-def _positions(lengths: NDArray[np.int32], total: int) -> NDArray[np.int32]:
-    """Return 0, 1, 2 … of each of consecutive sequences."""
-    numbers = _counting(total)
-    if len(lengths) * _TOKENS_A_SLICE > total:
-        starts = lengths.cumsum(dtype=np.int32) - lengths
-        return np.subtract(numbers, np.repeat(starts, lengths), dtype=np.int32)
-    numbers_bytes = numbers.data.cast("B")  # the first few pages of it stay in the cache
-    pieces = [numbers_bytes[:size_bytes] for size_bytes in (lengths * numbers.itemsize).tolist()]
-    return np.frombuffer(bytearray().join(pieces), dtype=np.int32)
+def _positions(lengths: Sequence[int], total: int) -> NDArray[np.int32]:
+    """Return 0, 1, 2 … of each of consecutive sequences, `[1, total]`.
+
+    Slices of one range are joined: a copy from its first pages, which stay in the cache.
+    """
+    numbers = _counting(total).data
+    joined = bytearray().join(map(numbers.__getitem__, map(slice, lengths)))
+    return np.frombuffer(joined, dtype=np.int32).reshape(1, total)
 
 
 @lru_cache(maxsize=4)

@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flame.errors import CorpusError
-from flame.sampling import packing
 from flame.sampling.mixture import mixture_of_corpora, open_mixture
 from flame.sampling.packing import IGNORE_INDEX, PackedBatch, cut_sequences, pack, pack_windows
 from flame.sampling.sampler import BatchGeometry, Sampler, sample_indices
@@ -124,17 +123,6 @@ def test_a_batch_equals_the_reference(data: st.DataObject, lengths: list[int], s
     assert_equal(batch, reference([[*tokens, EOS] for tokens in documents], windows, window_len, context_len))
 
 
-@pytest.mark.parametrize("tokens_a_slice", [0, 10**9], ids=["a slice a sequence", "one pass"])
-def test_both_ways_to_count_positions_agree(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokens_a_slice: int
-) -> None:
-    monkeypatch.setattr(packing, "_TOKENS_A_SLICE", tokens_a_slice)
-    documents = [[5] * length for length in (0, 3, 9, 0, 0, 30, 1, 2)]
-    split = Corpus.open(make_corpus(tmp_path / "corpus", documents)).split("train")
-    batch = packed(split, [2, 20, 9], geometry(window_len=20, context_len=6, windows_per_row=3))
-    assert_equal(batch, reference([[*tokens, EOS] for tokens in documents], [2, 20, 9], 20, 6))
-
-
 @pytest.mark.parametrize(
     ("offset", "label"),
     [
@@ -238,16 +226,24 @@ def test_sequences_are_cut_at_windows_documents_and_context(
     lengths: list[int], window_len: int, context_len: int
 ) -> None:
     num_windows = -(-sum(lengths) // window_len)
-    ends = np.cumsum(lengths)
-    ends = ends[ends <= num_windows * window_len]
-    stops = sorted({*ends.tolist(), *range(window_len, num_windows * window_len + 1, window_len)})
+    ends = np.cumsum(lengths).tolist()
+    stops = sorted({*ends, *range(window_len, num_windows * window_len + 1, window_len)})
     expected = [0]
     for stop in stops:
         while stop - expected[-1] > context_len:
             expected.append(expected[-1] + context_len)
         expected.append(stop)
-    found = cut_sequences(ends, num_windows, window_len, context_len)
-    assert found.dtype == np.int32 and found.tolist() == expected
+    each_window = [
+        (1000, [1000 + end - start for end in ends if start < end <= start + window_len])
+        for start in range(0, num_windows * window_len, window_len)
+    ]
+    assert cut_sequences(each_window, window_len, context_len) == (expected, ends)
+
+
+@pytest.mark.parametrize("ends", [[3, 3], [5, 4], [0], [-1]])
+def test_ends_that_fall_are_cut_nowhere(ends: list[int]) -> None:
+    with pytest.raises(ValueError, match="fall"):
+        cut_sequences([(0, [2]), (0, ends)], 9, 9)
 
 
 @settings(max_examples=60)
