@@ -87,7 +87,9 @@ def pack_windows(
         for split, offset in windows:
             split.ends_between(offset, offset + S)  # raises for the damaged one, with the file's name
         raise
-    out_2NS.reshape(-1)[N * S - 1 :][stops] = IGNORE_INDEX  # the label before each end
+    labels_T = labels[0].data  # a loop over it costs less than an index array
+    for stop in stops:
+        labels_T[stop - 1] = IGNORE_INDEX
     cu_seqlens = np.array(cuts, dtype=np.int32)
     lengths = cu_seqlens[1:] - cu_seqlens[:-1]
     each_length = lengths.tolist()
@@ -107,13 +109,18 @@ def pack_windows(
 def _read(
     windows: Sequence[tuple[Split, int]], window_len: int, ids_NS: NDArray[np.uint32], labels_NS: NDArray[np.uint32]
 ) -> list[tuple[int, list[int]]]:
-    """Fill ids and labels; return of each window a base, and the document ends in it, counted from that base."""
-    found = []
-    for (split, offset), ids_S, labels_S in zip(windows, ids_NS, labels_NS, strict=True):
+    """Fill ids and labels; return of each window a base, and the document ends in it, counted from that base.
+
+    Ids are copied from labels, which the cache still holds, and not from the map again.
+    """
+    found, first_tokens = [], []
+    for (split, offset), labels_S in zip(windows, labels_NS, strict=True):
         tokens, ends, base = split.view_window(offset, window_len)
-        ids_S[:] = tokens[:-1]
         labels_S[:] = tokens[1:]
+        first_tokens.append(tokens[0])
         found.append((base, ends.tolist()))
+    ids_NS[:, 0] = first_tokens
+    ids_NS[:, 1:] = labels_NS[:, :-1]
     return found
 
 

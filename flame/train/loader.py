@@ -167,12 +167,14 @@ def plan_steps(
         step_of = np.repeat(np.arange(num_steps), per_rank)
         counts = np.bincount(step_of * num_sources + located.source, minlength=num_steps * num_sources)
         shape = (num_steps, geometry.accumulation, -1)
-        for step, first in enumerate(firsts):
+        tokens_by_source = counts.reshape(num_steps, num_sources) * geometry.window_len
+        columns = (samples.reshape(shape), located.source.reshape(shape), located.offset.reshape(shape))
+        for first, ks, sources, offsets, tokens in zip(firsts, *columns, tokens_by_source, strict=True):
             yield PlannedStep(
-                samples=samples.reshape(shape)[step],
-                sources=located.source.reshape(shape)[step],
-                offsets=located.offset.reshape(shape)[step],
-                tokens_by_source=counts.reshape(num_steps, -1)[step] * geometry.window_len,
+                samples=ks,
+                sources=sources,
+                offsets=offsets,
+                tokens_by_source=tokens,
                 consumed_samples=first + per_step,
             )
         consumed_samples = firsts[-1] + per_step
