@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 from flame.config import Command, run_program
 from flame.preprocess.config import BuildOptions
@@ -36,9 +37,11 @@ COMMANDS = (
 )
 
 
-def main() -> int:
-    """Run the program on the command line's arguments; returns its exit code."""
-    return run_program("flame-preprocess", __doc__ or "", COMMANDS)
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the program on `argv`, the command line's arguments if absent; returns its exit code."""
+    return run_program(
+        "flame-preprocess", "Turn text corpora into sealed token shards, and look into them.", COMMANDS, argv
+    )
 
 
 if __name__ == "__main__":

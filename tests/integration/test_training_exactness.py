@@ -1,0 +1,184 @@
+"""The same global batch gives the same loss and gradient, however it is dealt to ranks and micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flame.errors import TrainingError
+from flame.train import loop
+from flame.train.__main__ import main
+from flame.train.config import parse_train_config
+from tests.runs import arguments, losses_and_norms, make_training_folder, read_metrics, run_training
+
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Path) -> Path:
+    return make_training_folder(tmp_path_factory.mktemp("training"), tiny_tokenizer)
+
+
+@pytest.fixture(scope="module")
+def straight(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One rank, four rows at once."""
+    run = tmp_path_factory.mktemp("runs") / "straight"
+    assert main(options(folder, run, training__batch_size=4)) == 0
+    return run
+
+
+def options(folder: Path, run: Path, **others: Any) -> list[str]:
+    chosen: dict[str, Any] = {
+        "training__steps": STEPS,
+        "validation__dataset": f"{folder / 'web'}@val",
+        "validation__freq": 3,
+        "training__batch_size": 4,
+    }
+    return arguments(folder, run, **(chosen | others))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "others"),
+    [
+        (1, {"training__batch_size": 1, "training__gradient_accumulation_steps": 4}),
+        (2, {"training__batch_size": 2}),
+        (2, {"training__batch_size": 1, "training__gradient_accumulation_steps": 2}),
+        (2, {"training__batch_size": 2, "training__data_parallel_replicate_degree": 2}),
+    ],
+    ids=["accumulation", "ranks", "ranks-and-accumulation", "replicas"],
+)
+def test_ranks_and_accumulation_change_nothing(
+    folder: Path, straight: Path, tmp_path: Path, ranks: int, others: dict[str, Any]
+) -> None:
+    argv = options(folder, tmp_path / "run", **others)
+    if ranks == 1:
+        assert main(argv) == 0
+    else:
+        run_training(argv, ranks=ranks)
+    expected, found = losses_and_norms(straight), losses_and_norms(tmp_path / "run")
+    assert len(expected) == len(found) == STEPS
+    for (step, loss, norm), (_, other_loss, other_norm) in zip(expected, found, strict=True):
+        assert other_loss == pytest.approx(loss, rel=1e-6), f"step {step}"
+        assert other_norm == pytest.approx(norm, rel=1e-5 if step > 1 else 1e-6), f"step {step}"
+    lines = zip(read_metrics(straight), read_metrics(tmp_path / "run"), strict=True)
+    scores = [
+        (one["validation/web/loss"], other["validation/web/loss"])
+        for one, other in lines
+        if "validation/web/loss" in one
+    ]
+    assert len(scores) == 2
+    for one, other in scores:
+        assert other == pytest.approx(one, rel=1e-6)
+
+
+def test_validation_before_any_update_is_bitwise_the_same_on_two_ranks(folder: Path, tmp_path: Path) -> None:
+    still = {"optimizer__lr": 0, "training__steps": 1}
+    assert main(options(folder, tmp_path / "one", **still)) == 0
+    run_training(options(folder, tmp_path / "two", **still, training__batch_size=1), ranks=2)
+    one, two = read_metrics(tmp_path / "one")[-1], read_metrics(tmp_path / "two")[-1]
+    assert one["validation/web/loss"] == two["validation/web/loss"]
+    assert one["validation/web/ppl"] == two["validation/web/ppl"] > 1
+
+
+def test_rows_without_document_masks(folder: Path, tmp_path: Path) -> None:
+    plain = {"training__varlen": "false", "training__context_len": 128}
+    assert main(options(folder, tmp_path / "run", **plain)) == 0
+    losses = [loss for _, loss, _ in losses_and_norms(tmp_path / "run")]
+    assert losses[-1] < losses[0]
+
+
+def test_a_resume_on_other_ranks_and_batches_goes_on_with_the_same_samples(
+    folder: Path, straight: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    assert main(options(folder, run, checkpoint__interval=3)) == 0
+    again = options(folder, run, checkpoint__load_step=3, training__batch_size=1, training__seq_len=256)
+    run_training(again, ranks=2)
+    expected, found = losses_and_norms(straight), losses_and_norms(run)
+    assert [step for step, _, _ in found] == list(range(1, STEPS + 1))
+    for (_, loss, _), (_, other, _) in zip(expected, found, strict=True):
+        assert other == pytest.approx(loss, rel=1e-5)
+    assert read_metrics(run)[-1]["consumed_samples"] == read_metrics(straight)[-1]["consumed_samples"]
+
+
+@pytest.fixture
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[int]]:
+    """Steps, counted from 1 in this process, whose gradients are made not finite."""
+    steps: set[int] = set()
+    original = loop._backward
+    calls = 0
+
+    def backward(module: Any, batch: Any) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        loss = original(module, batch)
+        if calls in steps:
+            parameter = next(p for p in module.parameters() if p.grad is not None)
+            parameter.grad.to_local().view(-1)[0] = float("nan") if calls % 2 else float("inf")
+        return loss
+
+    monkeypatch.setattr(loop, "_backward", backward)
+    yield steps
+
+
+def test_an_update_that_is_not_finite_is_skipped_and_counted(folder: Path, tmp_path: Path, poisoned: set[int]) -> None:
+    poisoned |= {3, 4}
+    run = tmp_path / "run"
+    assert main(options(folder, run, training__skip_nan_inf="true", checkpoint__interval=1)) == 0
+    lines = read_metrics(run)
+    assert [line["optimizer/skipped_step"] for line in lines] == [0, 0, 1, 2, 2, 2]
+    assert [line["optimizer/grad_norm"] is None for line in lines] == [False, False, True, True, False, False]
+    before, after = (weights_of(run / "checkpoint" / f"step-{step}") for step in (2, 4))
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert torch.equal(tensor, after[name]), name
+    changed = weights_of(run / "checkpoint" / "step-5")
+    assert any(not torch.equal(tensor, changed[name]) for name, tensor in before.items())
+
+
+def weights_of(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint but its train state: weights and moments."""
+    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+    tensors: dict[str, Any] = {}
+    _load_state_dict(
+        tensors, storage_reader=FileSystemReader(checkpoint), planner=_EmptyStateDictLoadPlanner(), no_dist=True
+    )
+    flat: dict[str, torch.Tensor] = {}
+
+    def walk(prefix: str, value: Any) -> None:
+        if isinstance(value, dict):
+            for name, item in value.items():
+                walk(f"{prefix}.{name}", item)
+        elif prefix != ".train_state" and isinstance(value, torch.Tensor):
+            flat[prefix] = value
+
+    walk("", tensors)
+    assert len(flat) > 20
+    return flat
+
+
+def test_too_many_skips_in_a_row_stop_the_run(
+    folder: Path, tmp_path: Path, poisoned: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "MAX_SKIPPED_IN_A_ROW", 3)
+    poisoned |= {2, 3, 4, 5, 6}
+    config = parse_train_config(options(folder, tmp_path / "run", training__skip_nan_inf="true"))
+    with pytest.raises(TrainingError, match="3 updates in a row"):
+        loop.train(config)
+
+
+def test_without_leave_to_skip_a_nan_stops_the_run_and_saves_nothing(
+    folder: Path, tmp_path: Path, poisoned: set[int]
+) -> None:
+    poisoned |= {2}
+    config = parse_train_config(options(folder, tmp_path / "run"))
+    with pytest.raises(TrainingError, match="gradient of step 2 is not finite"):
+        loop.train(config)
+    assert not list((tmp_path / "run" / "checkpoint").glob("step-*"))
