@@ -15,7 +15,7 @@ import numpy as np
 from tests.corpora import make_corpus
 
 PROJECT = Path(__file__).resolve().parent.parent
-VOCABULARY = 256
+VOCABULARY = 423  # as many as the tests' tokenizer has
 LLAMA = {
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],

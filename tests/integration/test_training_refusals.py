@@ -89,7 +89,7 @@ def test_ids_beyond_the_vocabulary(
 ) -> None:
     make_corpus(folder / "bad", [[5, 50_000, 7]] * 200, vocab_size=VOCABULARY, tokenizer=tiny_tokenizer)
     argv = arguments(folder, tmp_path / "run", training__dataset=folder / "bad", training__data_probs=1)
-    refused(capsys, argv, 1, "50000", "256")
+    refused(capsys, argv, 1, "50000", "512")
 
 
 def test_other_data_on_a_resume(
