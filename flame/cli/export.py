@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,3 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         Command(name="dcp", options=DcpOptions, help="Hugging Face folder → step-0 checkpoint", run=export_dcp),
     )
     return run_program("flame-export", "Turn checkpoints into Hugging Face folders, and back.", commands, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
