@@ -144,7 +144,7 @@ def test_how_many_samples_are_located_at_once_changes_nothing(
 def test_a_stop_at_two_ranks_goes_on_at_one_and_at_four_in_the_same_order(
     sampler: Sampler, splits: list[Split]
 ) -> None:
-    """CASES 22: the samples of all ranks together, in global order, are 0, 1, 2 … without a gap."""
+    """The samples of all ranks together, in global order, are 0, 1, 2 … without a gap."""
     seen: list[int] = []
     for dp_size, steps in ((2, 3), (1, 4), (4, 2)):
         chosen = geometry(dp_size=dp_size, micro_batch=2, accumulation=2)
@@ -160,7 +160,7 @@ def test_a_stop_at_two_ranks_goes_on_at_one_and_at_four_in_the_same_order(
 
 
 def test_every_rank_does_its_steps_and_each_window_comes_once_an_epoch(tmp_path: Path) -> None:
-    """CASES 21: 20 windows, 3 ranks, batch 2, 50 steps."""
+    """20 windows, 3 ranks, batch 2, 50 steps."""
     corpus = make_corpus(tmp_path / "corpus", [[1 + i % 99 for i in range(20 * WINDOW)]], provenance=False)
     mixture = mixture_of_corpora([corpus], None, 5)
     splits = open_mixture(mixture)
@@ -180,7 +180,7 @@ def test_every_rank_does_its_steps_and_each_window_comes_once_an_epoch(tmp_path:
 
 @pytest.mark.parametrize("num_threads", [0, 1, 4])
 def test_an_id_beyond_the_model_is_an_error_of_its_own_step(tmp_path: Path, num_threads: int) -> None:
-    """CASES 25: one bad id late, which the manifest of the corpus knows nothing of."""
+    """One bad id late, which the manifest of the corpus knows nothing of."""
     corpus = make_corpus(tmp_path / "corpus", [[7] * 159], provenance=False)
     path = tokens_path(corpus, "train", "shard-00000-000")
     data = bytearray(path.read_bytes())
@@ -267,7 +267,7 @@ def test_a_batch_moves_to_its_device(sampler: Sampler, splits: list[Split]) -> N
 
 
 def test_positions_far_into_a_run_are_exact(sampler: Sampler, splits: list[Split]) -> None:
-    """CASES 6: beyond 2^32 samples, and the same whichever step one begins with."""
+    """Beyond 2^32 samples, and the same whichever step one begins with."""
     far = 2**32 + 5
     whole = read_steps(sampler, splits, geometry(), 3, consumed_samples=far)
     again = read_steps(sampler, splits, geometry(), 1, consumed_samples=far + 24)
