@@ -93,10 +93,8 @@ def run_steps(run: Run, stop: StopRequest, began: float) -> int:
     clock = IntervalClock()
     elapsed_before, train_began = state.elapsed_seconds, time.monotonic()
     first_step, skipped_in_a_row, stopped = state.step + 1, 0, False
-    gc.collect()
-    gc.disable()
 
-    with _failure_told(folder, world, lambda: (state.step, latest)), contextlib.closing(loader):
+    with _garbage_by_hand(), _failure_told(folder, world, lambda: (state.step, latest)), contextlib.closing(loader):
         while state.step < total_steps:
             step = state.step + 1
             last_step = step == total_steps
@@ -150,10 +148,6 @@ def run_steps(run: Run, stop: StopRequest, began: float) -> int:
                     where=f"step {step}",
                     fix="Lower optimizer.lr, lengthen the warm-up, or look at the data with flame-mix samples",
                 )
-            if step == first_step:
-                set_collective_timeout(world, config.comm.train_timeout_seconds)
-                log.info("first step done %.1f s after the start", time.monotonic() - began)
-
             # ---- now and then: validate, log, save
             saves = config.checkpoint.enable_checkpoint and (last_step or step % config.checkpoint.interval == 0)
             validates = bool(run.validation_sets) and (last_step or step % config.validation.freq == 0)
@@ -188,6 +182,9 @@ def run_steps(run: Run, stop: StopRequest, began: float) -> int:
                 metrics_file.write(line)
                 elapsed = state.elapsed_seconds
                 log.info(console_line(line, total_steps=total_steps, elapsed_seconds=elapsed, color=color))
+            if step == first_step:  # logged, so that the device has done it
+                set_collective_timeout(world, config.comm.train_timeout_seconds)
+                log.info("first step done %.1f s after the start", time.monotonic() - began)
             if saves:
                 with clock.paused():
                     latest = save(run, state)
@@ -197,7 +194,6 @@ def run_steps(run: Run, stop: StopRequest, began: float) -> int:
         if stopped and config.checkpoint.enable_checkpoint and state.step > 0:
             latest = save(run, state)
 
-    gc.enable()
     if stopped:
         return _end_early(run, stop, state, latest)
     _finish(run, state, latest)
@@ -289,6 +285,17 @@ def _refuse_nan(grad_norm: Tensor, step: int) -> None:
 
 
 @contextlib.contextmanager
+def _garbage_by_hand() -> Iterator[None]:
+    """Keep Python's collector from pausing some rank in the middle of a step."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+@contextlib.contextmanager
 def _failure_told(folder: Path, world: World, where: Callable[[], tuple[int, Path | None]]) -> Iterator[None]:
     """Write status.json when the block fails, whoever asks next why the run is gone."""
     try:
@@ -302,10 +309,19 @@ def _failure_told(folder: Path, world: World, where: Callable[[], tuple[int, Pat
 
 
 def _end_early(run: Run, stop: StopRequest, state: TrainState, latest: Path | None) -> int:
+    """Say that the run was stopped, and where it can go on; 75 promises that nothing trained is lost."""
     reason = stop.received.name if stop.received is not None else "a signal to another rank"
+    if not run.config.checkpoint.enable_checkpoint and state.step > 0:
+        error = TrainingError(
+            f"the run was stopped by {reason} after step {state.step}, and nothing was saved",
+            fix="checkpoint.enable_checkpoint is off; leave it on to go on from where a run was stopped",
+        )
+        if run.world.is_main:
+            write_status(run.config.job.dump_folder, "failed", step=state.step, reason=str(error))
+        raise error
     if run.world.is_main:
         write_status(run.config.job.dump_folder, "preempted", step=state.step, checkpoint=latest, reason=reason)
-    log.info("stopped on %s after step %d, saved in %s", reason, state.step, latest)
+    log.info("stopped by %s after step %d; the same command goes on from there", reason, state.step)
     return EXIT_PREEMPTED
 
 
