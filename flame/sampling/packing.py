@@ -87,9 +87,7 @@ def pack_windows(
         for split, offset in windows:
             split.ends_between(offset, offset + S)  # raises for the damaged one, with the file's name
         raise
-    labels_T = labels[0].data  # a loop over it costs less than an index array
-    for stop in stops:
-        labels_T[stop - 1] = IGNORE_INDEX
+    labels[0, np.array(stops, dtype=np.int64) - 1] = IGNORE_INDEX
     cu_seqlens = np.array(cuts, dtype=np.int32)
     lengths = cu_seqlens[1:] - cu_seqlens[:-1]
     each_length = lengths.tolist()
@@ -158,16 +156,27 @@ def cut_sequences(
 
 
 def _positions(lengths: Sequence[int], total: int) -> NDArray[np.int32]:
-    """Return 0, 1, 2 … of each of consecutive sequences, `[1, total]`.
-
-    Slices of one range are joined: a copy from its first pages, which stay in the cache.
-    """
-    numbers = _counting(total).data
-    joined = bytearray().join(map(numbers.__getitem__, map(slice, lengths)))
+    """Return 0, 1, 2 … of each of consecutive sequences, `[1, total]`."""
+    joined = bytearray().join(map(_COUNTS.__getitem__, lengths))
     return np.frombuffer(joined, dtype=np.int32).reshape(1, total)
 
 
-@lru_cache(maxsize=4)
+class _Counts(dict[int, memoryview]):
+    """0, 1, 2 … of every length that was asked for: slices of one array, whose first pages stay in the cache.
+
+    At most as many as there are lengths of sequences, 200 bytes each.
+    """
+
+    def __missing__(self, length: int) -> memoryview:
+        least_bits = 16  # so that all the usual ones are slices of one array
+        found = self[length] = _counting(1 << max(least_bits, length.bit_length())).data[:length]
+        return found
+
+
+_COUNTS = _Counts()
+
+
+@lru_cache(maxsize=64)
 def _counting(length: int) -> NDArray[np.int32]:
     """Return 0, 1, 2 …, to be read only."""
     numbers = np.arange(length, dtype=np.int32)
