@@ -10,6 +10,7 @@ from typing import Any
 
 from flame.config import convert, options_of, parse_sections
 from flame.errors import UsageError
+from flame.train.loggers import refuse_absent_loggers
 from flame.train.moved import refuse_preprocessing
 from flame.train.options import (
     DEFAULT_STEPS,
@@ -40,11 +41,6 @@ NOT_AVAILABLE_YET: dict[str, tuple[Any, ...] | None] = {
     "training.enable_cpu_offload": None,
     "optimizer.name": ("Muon",),
     "optimizer.early_step_in_backward": None,
-    "metrics.enable_tensorboard": None,
-    "metrics.save_tb_folder": None,
-    "metrics.enable_wandb": None,
-    "metrics.enable_trackio": None,
-    "metrics.rank_0_only": None,
     "checkpoint.interval_type": ("seconds",),
     "checkpoint.exclude_from_loading": None,
     "checkpoint.model_weights_only": None,
@@ -134,6 +130,7 @@ def parse_train_config(argv: Sequence[str]) -> TrainConfig:
     config: TrainConfig = parse_sections(TrainConfig, argv, program="flame-train", translate=_translate)
     refuse_preprocessing(config.training, config.model.tokenizer_path)
     refuse_not_available(config)
+    refuse_absent_loggers(config.metrics)
     if config.model.config is None:
         raise UsageError("flame-train needs --model.config", fix="For example --model.config configs/llama_340M.json")
     if config.training.dataset is None:

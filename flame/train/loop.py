@@ -11,9 +11,10 @@ import gc
 import hashlib
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,11 +24,12 @@ from flame.errors import TrainingError
 from flame.files import exclusive_lock
 from flame.train.checkpoint import TrainState, save_checkpoint
 from flame.train.checkpoint_files import retain_latest
-from flame.train.config import TrainConfig, to_toml
+from flame.train.config import TrainConfig, flatten, to_toml
 from flame.train.distributed import World, join_world, raise_together, set_collective_timeout, sum_across_ranks
 from flame.train.flops import ModelFlops, peak_flops
 from flame.train.loader import StepBatch, StepLoader
 from flame.train.log import configure_logging, log
+from flame.train.loggers import LoggedRun, open_loggers
 from flame.train.metrics import IntervalClock, MetricsFile, StepMetrics, console_line, memory_use, use_color
 from flame.train.model import CausalLMLoss
 from flame.train.optimizer import apply_hyperparameters, clip_and_scale
@@ -62,11 +64,23 @@ def train(config: TrainConfig, argv: Sequence[str] = ()) -> int:
             log.info("job.use_for_integration_test has no effect")
         with _alone_in(config.job.dump_folder, world):
             run = prepare(config, world, argv)
-            return run_steps(run, stop, began)
+            logged = LoggedRun(
+                folder=config.job.dump_folder,
+                run_id=run.segment.run_id,
+                first_step=run.state.step + 1,
+                rank=world.rank,
+                options=config.metrics,
+                config=flatten(config),
+            )
+            with open_loggers(logged) as log_elsewhere:
+                return run_steps(run, stop, began, log_elsewhere)
 
 
-def run_steps(run: Run, stop: StopRequest, began: float) -> int:
-    """Train from `run.state` to the last step, or until a stop is asked for; `began` is when the process started."""
+def run_steps(run: Run, stop: StopRequest, began: float, log_elsewhere: Callable[[Mapping[str, Any]], None]) -> int:
+    """Train from `run.state` to the last step, or until a stop is asked for; `began` is when the process started.
+
+    `log_elsewhere` is given every line of metrics.jsonl.
+    """
     config, world, geometry, state, latest = run.config, run.world, run.geometry, run.state, run.latest
     training, folder, total_steps = config.training, config.job.dump_folder, run.total_steps
     log.info(
@@ -180,6 +194,7 @@ def run_steps(run: Run, stop: StopRequest, began: float) -> int:
                     validation=scores,
                 ).to_json()
                 metrics_file.write(line)
+                log_elsewhere(line)
                 elapsed = state.elapsed_seconds
                 log.info(console_line(line, total_steps=total_steps, elapsed_seconds=elapsed, color=color))
             if step == first_step:  # logged, so that the device has done it
@@ -219,6 +234,30 @@ def save(run: Run, state: TrainState) -> Path:
         write_status(run.config.job.dump_folder, "running", step=state.step, checkpoint=path)
     log.info("saved %s in %.1f s", path, time.monotonic() - began)
     return path
+
+
+def save_seed(run: Run) -> int:
+    """Save the weights that the run would begin with as its step 0, for any number of ranks; returns 0."""
+    if run.state.step > 0 or run.latest is not None:
+        raise TrainingError(
+            "the run has begun: checkpoint.create_seed_checkpoint would make its weights again",
+            where=run.latest,
+            fix="Leave it away to go on, or choose another job.dump_folder",
+        )
+    path = save_checkpoint(
+        run.config.checkpoint_folder,
+        model=run.module.model,
+        optimizer=None,
+        state=TrainState(),
+        identity=None,
+        config_toml=to_toml(run.config),
+        hf_files=run.hf_files,
+        world=run.world,
+    )
+    if run.world.is_main:
+        write_status(run.config.job.dump_folder, "finished", step=0, checkpoint=path)
+    log.info("saved the seed checkpoint %s; the same command without create_seed_checkpoint trains from it", path)
+    return 0
 
 
 def step_seed(seed: int, step: int, dp_rank: int) -> int:

@@ -13,6 +13,7 @@ Written by rank 0 only.
 from __future__ import annotations
 
 import json
+import os
 import platform
 import socket
 import time
@@ -145,7 +146,7 @@ def keep_mixture(run: Path, fingerprint: str, manifest: bytes) -> Path:
 def append_segment(run: Path, segment: Segment) -> SegmentEntry:
     """Add this process start to segments.jsonl; the run's id is that of its first segment, made there."""
     earlier = [json.loads(line) for line in _whole_lines(run / SEGMENTS)]
-    entry = SegmentEntry(number=len(earlier), run_id=earlier[0]["run_id"] if earlier else uuid.uuid4().hex)
+    entry = SegmentEntry(number=len(earlier), run_id=earlier[0]["run_id"] if earlier else _new_id())
     line = {
         "time": _now(),
         "run_id": entry.run_id,
@@ -156,6 +157,11 @@ def append_segment(run: Path, segment: Segment) -> SegmentEntry:
     }
     append_line(run / SEGMENTS, json.dumps(line, ensure_ascii=False), durable=True)
     return entry
+
+
+def _new_id() -> str:
+    """Return the id of a new run: wandb's own variable names it, so that there and here it is the same."""
+    return os.environ.get("WANDB_RUN_ID") or uuid.uuid4().hex
 
 
 def write_status(

@@ -234,6 +234,7 @@ def test_the_usual_call_of_the_predecessor() -> None:
         ("--optimizer.fused false", "optimizer.implementation", "for-loop"),
         ("--optimizer.fused --optimizer.implementation fused", "optimizer.implementation", "fused"),
         ("--metrics.save_for_all_ranks false", "metrics.rank_0_only", True),
+        ("--metrics.save_for_all_ranks", "metrics.rank_0_only", False),
         ("--optimizer.scheduler wsd", "lr_scheduler.decay_type", "linear"),
         ("--optimizer.scheduler wsd", "lr_scheduler.decay_ratio", 0.1),
         ("--optimizer.scheduler wsd --lr_scheduler.decay_ratio 0.3", "lr_scheduler.decay_ratio", 0.3),
@@ -248,11 +249,6 @@ def test_the_usual_call_of_the_predecessor() -> None:
 )
 def test_spellings(argv: str, name: str, expected: Any) -> None:
     assert flatten(parse(*argv.split()))[name] == expected
-
-
-def test_metrics_of_all_ranks_are_the_opposite_of_rank_0_only() -> None:
-    with pytest.raises(UsageError, match=r"metrics\.rank_0_only false is not available yet"):
-        parse("--metrics.save_for_all_ranks")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,73 @@
+"""The weights of a Hugging Face folder, from safetensors only: other formats are pickles, which run code when read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from flame.errors import CheckpointError
+
+_WHOLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+
+
+def open_weights(folder: Path) -> dict[str, Tensor]:
+    """Return the tensors of a folder by name, in one file or in many.
+
+    They are views of the mapped files: no memory of the process is taken until one is copied, so the files must stay.
+    Raises `CheckpointError` where there are no safetensors, where one is absent or damaged, and where the index and
+    its files disagree.
+    """
+    files = _files(folder)
+    tensors: dict[str, Tensor] = {}
+    for file, expected in files.items():
+        path = folder / file
+        if not path.is_file():
+            raise CheckpointError("a file of the weights is absent", where=path, fix="Restore it from where it came")
+        try:
+            with safe_open(path, framework="pt") as opened:
+                found = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - not a mapping
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"a file of the weights cannot be read: {error}", where=path) from error
+        if expected is not None and expected - found.keys():
+            raise CheckpointError(
+                f"a file of the weights lacks tensors that {_INDEX} promises",
+                where=path,
+                got=", ".join(sorted(expected - found.keys())[:4]),
+            )
+        tensors |= found
+    return tensors
+
+
+def _files(folder: Path) -> dict[str, set[str] | None]:
+    """Return the names of the files, each with the tensors that it must hold where an index says so."""
+    if (folder / _INDEX).is_file():
+        try:
+            places = json.loads((folder / _INDEX).read_bytes())["weight_map"]
+            files: dict[str, set[str] | None] = {
+                file: {name for name, place in places.items() if place == file} for file in sorted({*places.values()})
+            }
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(
+                f"the index of the weights cannot be understood: {error!r}", where=folder / _INDEX
+            ) from error
+        if any(Path(file).name != file for file in files):
+            raise CheckpointError("the index of the weights names files outside its folder", where=folder / _INDEX)
+        return files
+    if (folder / _WHOLE).is_file():
+        return {_WHOLE: None}
+    pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
+    if pickles:
+        raise CheckpointError(
+            "the folder's weights are pickles, which can run code when they are read",
+            where=folder,
+            got=", ".join(pickles[:4]),
+            expected=f"{_WHOLE}, or {_INDEX} and its files",
+            fix="If you trust them, load them with transformers where nothing can be harmed, and save the model by "
+            "save_pretrained, which writes safetensors",
+        )
+    raise CheckpointError("the folder holds no weights", where=folder, expected=f"{_WHOLE}, or {_INDEX} and its files")

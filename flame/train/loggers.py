@@ -1,0 +1,189 @@
+"""TensorBoard, Weights & Biases and trackio: the numbers of metrics.jsonl, sent where people watch runs.
+
+A logger is a function of `LOGGERS` that opens it for a run. The packages are extras of flame. One that is absent is
+told before the run starts; one that fails later, for any reason, is told once and is off for the rest of the process:
+watching a run never stops it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flame.errors import UsageError
+from flame.train.log import log
+from flame.train.options import MetricsOptions
+
+DEFAULT_PROJECT = "flame"
+
+# Without a network, wandb would wait for minutes, or for good. The user's own values win.
+_WANDB_PATIENCE = {"WANDB_LOGIN_TIMEOUT": "30", "WANDB_INIT_TIMEOUT": "30", "WANDB_FINISH_TIMEOUT": "60"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoggedRun:
+    """What a logger is told of the run: `config` is the flattened configuration, `first_step` that of this start."""
+
+    folder: Path
+    run_id: str
+    first_step: int
+    rank: int
+    options: MetricsOptions
+    config: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Logger:
+    """An open logger: `write` takes a step and its numbers, `close` whether the process ends as it should."""
+
+    write: Callable[[int, Mapping[str, float]], None]
+    close: Callable[[bool], None]
+
+
+def refuse_absent_loggers(options: MetricsOptions) -> None:
+    """Raise `UsageError` for the first logger that is asked for and not installed."""
+    for name in LOGGERS:
+        if getattr(options, f"enable_{name}") and not _is_installed(name):
+            raise UsageError(
+                f"--metrics.enable_{name} needs the package {name}, which is not installed",
+                fix=f'pip install "flame[{name}]", or leave the option away: metrics.jsonl is always written',
+            )
+
+
+def _is_installed(package: str) -> bool:
+    """Whether a package can be imported; a mere folder of its name, such as wandb's own `wandb/`, is none."""
+    spec = importlib.util.find_spec(package)
+    return spec is not None and spec.origin is not None
+
+
+@contextlib.contextmanager
+def open_loggers(run: LoggedRun) -> Iterator[Callable[[Mapping[str, Any]], None]]:
+    """Give a function that logs a line of metrics.jsonl to all loggers of this rank; at the end, they are closed.
+
+    Only rank 0 logs, except to TensorBoard with metrics.rank_0_only false. Nothing that a logger raises gets out.
+    """
+    opened: dict[str, Logger] = {}
+    for name in LOGGERS:
+        if not getattr(run.options, f"enable_{name}") or (run.rank != 0 and not _logs_on_all_ranks(name, run)):
+            continue
+        with _failure_told(name, "opened"):
+            opened[name] = LOGGERS[name](run)
+
+    def write(line: Mapping[str, Any]) -> None:
+        step, values = line["step"], numbers(line)
+        for name, logger in list(opened.items()):
+            del opened[name]  # back again if it did not fail
+            with _failure_told(name, "written to"):
+                logger.write(step, values)
+                opened[name] = logger
+
+    succeeded = False
+    try:
+        yield write
+        succeeded = True
+    finally:
+        for name, logger in opened.items():
+            with _failure_told(name, "closed"):
+                logger.close(succeeded)
+
+
+def numbers(line: Mapping[str, Any]) -> dict[str, float]:
+    """Return what a logger can plot of a line of metrics.jsonl: all numbers that are known, but the step itself."""
+    return {
+        name: value
+        for name, value in line.items()
+        if isinstance(value, int | float) and not isinstance(value, bool) and name != "step"
+    }
+
+
+def _logs_on_all_ranks(name: str, run: LoggedRun) -> bool:
+    return name == "tensorboard" and not run.options.rank_0_only
+
+
+@contextlib.contextmanager
+def _failure_told(name: str, what: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        reason = " ".join(str(error).split()) or "no reason given"
+        log.warning("%s could not be %s, training goes on without it: %s: %s", name, what, type(error).__name__, reason)
+
+
+def open_tensorboard(run: LoggedRun) -> Logger:
+    """Write event files into metrics.save_tb_folder; what an earlier start logged of this one's steps is dropped."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    folder = run.folder / run.options.save_tb_folder
+    if not run.options.rank_0_only:
+        folder /= f"rank-{run.rank}"
+    writer = SummaryWriter(str(folder), purge_step=run.first_step)
+
+    def write(step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            writer.add_scalar(name, value, step)
+        writer.flush()  # a killed run keeps what it has logged
+
+    return Logger(write=write, close=lambda _succeeded: writer.close())
+
+
+def open_wandb(run: LoggedRun) -> Logger:
+    """Begin, or go on with, the wandb run of this run's id; everything is plotted over our step.
+
+    wandb's own count of steps never goes back, and what is logged at an earlier one is dropped. A resume must go back,
+    so that count is left to itself.
+    """
+    import wandb
+
+    for name, seconds in _WANDB_PATIENCE.items():
+        os.environ.setdefault(name, seconds)
+    session = wandb.init(
+        project=_project(),
+        name=_name(run),
+        id=run.run_id,
+        resume="allow",
+        dir=os.environ.get("WANDB_DIR") or str(run.folder),
+        config=_plain(run.config),
+    )
+    session.define_metric("step")
+    session.define_metric("*", step_metric="step")
+    return Logger(
+        write=lambda step, values: session.log({"step": step, **values}),
+        close=lambda succeeded: session.finish(exit_code=0 if succeeded else 1),
+    )
+
+
+def open_trackio(run: LoggedRun) -> Logger:
+    """Begin, or go on with, the trackio run of this run's name and id: trackio knows runs by their names only."""
+    import trackio
+
+    session = trackio.init(
+        project=_project(), name=f"{_name(run)}-{run.run_id[:8]}", config=_plain(run.config), resume="allow"
+    )
+    return Logger(
+        write=lambda step, values: session.log(dict(values), step=step),
+        close=lambda _succeeded: session.finish(),
+    )
+
+
+def _project() -> str:
+    return os.environ.get("WANDB_PROJECT") or DEFAULT_PROJECT
+
+
+def _name(run: LoggedRun) -> str:
+    return os.environ.get("WANDB_NAME") or run.folder.resolve().name
+
+
+def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: str(value) if isinstance(value, Path) else value for name, value in config.items()}
+
+
+LOGGERS: dict[str, Callable[[LoggedRun], Logger]] = {
+    "tensorboard": open_tensorboard,
+    "wandb": open_wandb,
+    "trackio": open_trackio,
+}
