@@ -1,0 +1,117 @@
+"""Runs that are watched: killed and resumed they stay one run, and a logger that fails does not stop them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.runs import PROJECT, arguments, make_training_folder, read_metrics
+
+event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+wandb_records = pytest.importorskip("wandb.proto.wandb_internal_pb2")
+
+STEPS = 60
+LOSS = "loss_metrics/global_avg_loss"
+BLOCK_BYTES, HEADER_BYTES = 32768, 7  # of a .wandb file, which is a LevelDB log
+WHOLE, LAST = 1, 4  # kinds of its chunks that end a record
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Path) -> Path:
+    return make_training_folder(tmp_path_factory.mktemp("training"), tiny_tokenizer)
+
+
+def start(argv: list[str], *, ranks: int = 1, **variables: str) -> subprocess.Popen[str]:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("RANK", "WORLD", "WANDB"))}
+    environment |= {"NGPU": str(ranks), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(PROJECT)}
+    return subprocess.Popen(
+        [sys.executable, "-m", "flame.cli.train", *argv],
+        env=environment | variables,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def stop_at(argv: list[str], step: int, number: signal.Signals, **variables: str) -> None:
+    """Go on with a run until a step is told, and send a signal then."""
+    with start(argv, **variables) as process:
+        assert process.stderr is not None
+        lines: list[str] = []
+        for line in process.stderr:
+            lines.append(line)
+            if f"step {step:>2}/{STEPS}" in line:
+                process.send_signal(number)
+        assert process.wait() == (75 if number == signal.SIGTERM else -number), "".join(lines)
+
+
+def records_of(path: Path) -> Iterator[Any]:
+    """The records of a .wandb file, as far as it is whole."""
+    data, at, record = path.read_bytes(), HEADER_BYTES, b""
+    while at + HEADER_BYTES <= len(data):
+        left = BLOCK_BYTES - at % BLOCK_BYTES
+        if left < HEADER_BYTES:
+            at += left
+            continue
+        _, size, kind = struct.unpack_from("<IHB", data, at)
+        record += data[at + HEADER_BYTES : at + HEADER_BYTES + size]
+        at += HEADER_BYTES + size
+        if kind in (WHOLE, LAST):
+            yield wandb_records.Record.FromString(record)
+            record = b""
+
+
+def steps_in_wandb(path: Path) -> list[tuple[int, float]]:
+    """(step, loss) of every point that one start has logged."""
+    points = []
+    for record in records_of(path):
+        if record.WhichOneof("record_type") == "history":
+            values = {(item.key or item.nested_key[0]): item.value_json for item in record.history.item}
+            points.append((int(values["step"]), float(values[LOSS])))
+    return points
+
+
+def test_a_run_that_is_killed_and_stopped_stays_one_run_with_each_step_once(folder: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    options = {"metrics__enable_tensorboard": "true", "metrics__enable_wandb": "true", "checkpoint__interval": 10}
+    argv = arguments(folder, run, training__steps=STEPS, **options)
+    stop_at(argv, 14, signal.SIGKILL, WANDB_MODE="offline", WANDB_RUN_ID="mine")
+    stop_at(argv, 30, signal.SIGTERM, WANDB_MODE="offline", WANDB_RUN_ID="another")
+    process = start(argv, WANDB_MODE="offline")
+    _, told = process.communicate(timeout=200)
+    assert process.returncode == 0, told
+
+    segments = [json.loads(line) for line in (run / "segments.jsonl").read_text().splitlines()]
+    assert [segment["run_id"] for segment in segments] == ["mine"] * 3
+    logged = [(line["step"], line[LOSS]) for line in read_metrics(run)]
+    assert [step for step, _ in logged] == list(range(1, STEPS + 1))
+    found = event_accumulator.EventAccumulator(str(run / "tb"), {"scalars": 0}).Reload().Scalars(LOSS)
+    assert [event.step for event in found] == [step for step, _ in logged]
+    assert [event.value for event in found] == pytest.approx([loss for _, loss in logged])
+
+    files = sorted((run / "wandb").glob("offline-run-*-mine/run-mine.wandb"))
+    assert len(files) == 3
+    for file, begin, end in zip(files[1:], segments[1:], [segments[2]["step"], STEPS], strict=True):
+        assert steps_in_wandb(file) == logged[begin["step"] : end]
+    assert steps_in_wandb(files[0]) == logged[: len(steps_in_wandb(files[0]))]
+
+
+def test_a_logger_that_fails_does_not_stop_a_run_and_all_ranks_may_log(folder: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    options = {"metrics__enable_tensorboard": "true", "metrics__rank_0_only": "false", "metrics__enable_wandb": "true"}
+    argv = arguments(folder, run, training__steps=3, checkpoint__enable_checkpoint="false", **options)
+    process = start(argv, ranks=2, WANDB_MODE="online", HOME=str(tmp_path))  # no API key
+    _, told = process.communicate(timeout=200)
+    assert process.returncode == 0, told
+    assert told.count("wandb could not be opened, training goes on without it: UsageError") == 1
+    for rank in (0, 1):
+        events = event_accumulator.EventAccumulator(str(run / "tb" / f"rank-{rank}")).Reload()
+        assert [event.step for event in events.Scalars(LOSS)] == [1, 2, 3]
