@@ -17,6 +17,7 @@ from flame.train.config import flatten, parse_train_config
 from flame.train.log import log
 from flame.train.loggers import LOGGERS, LoggedRun, numbers, open_loggers, refuse_absent_loggers
 from flame.train.options import MetricsOptions
+from tests.tiny_states import file_size_limit
 
 LINE = {
     "step": 7,
@@ -243,3 +244,13 @@ def test_the_command_line_refuses_an_absent_package(monkeypatch: pytest.MonkeyPa
     monkeypatch.delitem(sys.modules, "trackio", raising=False)
     with pytest.raises(UsageError, match=r"--metrics\.enable_trackio needs the package trackio"):
         parse_train_config(["--model.config=m.json", "--training.dataset=corpus", "--metrics.enable_trackio"])
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the writer's own thread
+def test_a_full_disk_stops_tensorboard_and_nothing_else(tmp_path: Path, warnings: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("tensorboard")
+    with file_size_limit(4096), open_loggers(logged(tmp_path, "tensorboard")) as write:
+        for step in range(1, 200):
+            write(LINE | {"step": step})
+    (record,) = warnings.records
+    assert record.getMessage().startswith("tensorboard could not be written to, training goes on without it: OSError")
