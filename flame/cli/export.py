@@ -17,8 +17,10 @@ class HfOptions:
 
     checkpoint: Path = option(help="the checkpoint to export: <run>/checkpoint/step-N")
     output: Path = option(help="the Hugging Face folder to write; must not be there yet")
-    dtype: str = option(
-        "float32", choices=("float32", "bfloat16", "float16"), help="number format of the exported weights"
+    dtype: str | None = option(
+        None,
+        choices=("float32", "bfloat16", "float16"),
+        help="number format of the exported weights; by default the checkpoint's own, float32 once it is trained",
     )
     max_shard_size: str = option("5GB", unit="bytes", help="largest weight file, such as 5GB or 500MB")
     fast_open: bool = option(False, help="trust the checkpoint's file sizes instead of checking every byte")
@@ -29,8 +31,10 @@ class HfOptions:
 class DcpOptions:
     """flame-export dcp."""
 
-    model: Path = option(help="a Hugging Face folder")
-    output: Path = option(help="the step-0 checkpoint to write: <run>/checkpoint/step-0")
+    model: Path = option(help="a Hugging Face folder: config.json, safetensors, a tokenizer")
+    output: Path = option(help="the checkpoint to write: <run>/checkpoint/step-0; must not be there yet")
+    tokenizer: Path | None = option(None, help="take the tokenizer from this folder instead")
+    trust_remote_code: bool = option(False, help="run the model's own code; read it first")
 
 
 def export_hf(options: HfOptions) -> int:
@@ -44,8 +48,14 @@ def export_hf(options: HfOptions) -> int:
 
 
 def export_dcp(options: DcpOptions) -> int:
-    """Refuse by name: there is no engine for it yet."""
-    raise UsageError("flame-export dcp is not available yet", got=options.model)
+    """Write the checkpoint and print its path."""
+    from flame.export.dcp import convert_folder  # torch loads in seconds: not for -h
+
+    for folder in (options.model, options.tokenizer):
+        if folder is not None and not folder.is_dir():
+            raise UsageError("there is no such folder", where=folder)
+    print(convert_folder(**vars(options)))
+    return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:

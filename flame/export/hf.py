@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 from flame.errors import CheckpointError, UsageError
 from flame.export.check import check_export
-from flame.export.dtypes import DTYPES, exported, exported_dtype
+from flame.export.dtypes import DTYPES, exported, exported_dtype, main_dtype
 from flame.files import (
     free_bytes,
     fsync_file,
@@ -38,7 +38,7 @@ def export_checkpoint(
     checkpoint: Path,
     output: Path,
     *,
-    dtype: str = "float32",
+    dtype: str | None = None,
     max_shard_size: str = DEFAULT_SHARD_SIZE,
     fast_open: bool = False,
     check: bool = False,
@@ -46,11 +46,13 @@ def export_checkpoint(
 ) -> Path:
     """Write `output`, a folder that `AutoModelForCausalLM.from_pretrained` loads offline, and return it.
 
-    `fast_open` trusts the checkpoint's file sizes; `check` reloads the result and compares every tensor before it
-    appears under its name; `replace` puts it in the place of an earlier one. Raises `UsageError` for an output that is
-    there already, `CheckpointError` for a checkpoint that is damaged or does not fit `dtype`; nothing is left then.
+    `dtype` names one number format for all weights; None keeps the checkpoint's: float32 once it is trained, and at
+    step 0 the source's own. `fast_open` trusts the checkpoint's file sizes; `check` reloads the result and compares
+    every tensor before it appears under its name; `replace` puts it in the place of an earlier one. Raises `UsageError`
+    for an output that is there already, `CheckpointError` for a checkpoint that is damaged or does not fit `dtype`;
+    nothing is left then.
     """
-    if dtype not in DTYPES:
+    if dtype is not None and dtype not in DTYPES:
         raise UsageError("no such dtype to export", got=dtype, expected=" or ".join(DTYPES))
     shard_bytes = parse_shard_size(max_shard_size)
     if not replace and output.exists() and not (output.is_dir() and not any(output.iterdir())):
@@ -61,8 +63,9 @@ def export_checkpoint(
     temporary = temporary_path(output)
     remove_tree(temporary)
     try:
-        _copy_small_files(checkpoint, temporary, dtype)
-        _write_weights(StoredModel(choice.path), temporary, DTYPES[dtype], shard_bytes)
+        stored, target = StoredModel(choice.path), None if dtype is None else DTYPES[dtype]
+        _copy_small_files(checkpoint, temporary, main_dtype(stored.tensors.values()) if target is None else target)
+        _write_weights(stored, temporary, target, shard_bytes)
         if check:
             check_export(temporary, checkpoint)
         fsync_folder(temporary)
@@ -82,7 +85,7 @@ def parse_shard_size(text: str) -> int:
     return size
 
 
-def _copy_small_files(checkpoint: Path, target: Path, dtype: str) -> None:
+def _copy_small_files(checkpoint: Path, target: Path, dtype: torch.dtype) -> None:
     source = checkpoint / "hf"
     if not (source / "config.json").is_file():
         raise CheckpointError("the checkpoint keeps no config.json to export with", where=source)
@@ -90,10 +93,10 @@ def _copy_small_files(checkpoint: Path, target: Path, dtype: str) -> None:
         if path.name != "config.json":
             write_bytes(target / path.name, path.read_bytes())
     config = json.loads((source / "config.json").read_bytes())
-    write_json(target / "config.json", {**config, "dtype": dtype})
+    write_json(target / "config.json", {**config, "dtype": str(dtype).removeprefix("torch.")})
 
 
-def _write_weights(stored: StoredModel, target: Path, dtype: torch.dtype, shard_bytes: int) -> None:
+def _write_weights(stored: StoredModel, target: Path, dtype: torch.dtype | None, shard_bytes: int) -> None:
     split = split_state_dict_into_shards_factory(
         {name: (size, exported_dtype(kind, dtype)) for name, (size, kind) in stored.tensors.items()},
         get_storage_size=lambda tensor: tensor[0].numel() * tensor[1].itemsize,

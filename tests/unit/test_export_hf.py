@@ -201,7 +201,6 @@ def test_the_command_line(tmp_path: Path, world: World, capsys: pytest.CaptureFi
         "no such checkpoint": ["hf", "--checkpoint=nowhere", f"--output={tmp_path / 'b'}"],
         "max_shard_size is no size": [*command[:2], f"--output={tmp_path / 'b'}", "--max_shard_size=many"],
         "one of float32, bfloat16, float16": [*command[:2], f"--output={tmp_path / 'b'}", "--dtype=int8"],
-        "not available yet": ["dcp", "--model=hf", "--output=x"],
     }
     for message, words in wrong_calls.items():
         assert main(words) == 2
