@@ -110,7 +110,7 @@ def options_of(config_class: type, prefix: str = "") -> list[Option]:
         elif _METADATA in field.metadata:
             options.append(
                 Option(
-                    name=prefix + field.name,
+                    name=prefix + field.name.rstrip("_"),  # a name that is a word of Python is spelled `from_`
                     attribute=field.name,
                     type=hints[field.name],
                     default=field.default,

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from flame.config import Command, run_program
 from flame.preprocess.config import BuildOptions
+from flame.preprocess.convert_config import ConvertOptions
 from flame.preprocess.decode import DecodeOptions, decode
 from flame.preprocess.inspect import InspectOptions, inspect
 from flame.preprocess.verify import VerifyOptions, verify
@@ -17,6 +18,13 @@ def run_build(options: BuildOptions) -> int:
     from flame.preprocess.build import build
 
     return build(options)
+
+
+def run_convert(options: ConvertOptions) -> int:
+    """Convert token files; imported here for the same reason."""
+    from flame.preprocess.convert import convert
+
+    return convert(options)
 
 
 COMMANDS = (
@@ -34,6 +42,12 @@ COMMANDS = (
     ),
     Command(name="inspect", options=InspectOptions, help="Show what a corpus holds and how it was made.", run=inspect),
     Command(name="decode", options=DecodeOptions, help="Print documents of a corpus as text.", run=decode),
+    Command(
+        name="convert",
+        options=ConvertOptions,
+        help="Turn the token files of another system into a sealed corpus, without tokenizing again.",
+        run=run_convert,
+    ),
 )
 
 

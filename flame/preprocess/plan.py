@@ -18,13 +18,14 @@ MIN_TASK_BYTES = 2**20
 MAX_PIECE_BYTES = 2**25
 TASKS_WANTED = 64
 COMPRESSION_RATIO = 3
+LINE_FORMATS = ("jsonl", "txt")  # read by byte ranges; the others by groups of rows: row groups, record batches
 
 
 @dataclass(frozen=True, kw_only=True)
 class InputFile:
     """A file as it was when the build was planned.
 
-    `groups` are the (rows, bytes of text) of a parquet file's row groups, empty for lines of text. `stop` ends the
+    `groups` are the (rows, bytes of text) of the file's groups of rows, empty for lines of text. `stop` ends the
     part that is read: a row, or a byte offset in the decompressed stream; None reads all. A `damaged` file cannot be
     described: reading it says so, or counts it, as the user chose.
     """
@@ -41,7 +42,7 @@ class InputFile:
     @property
     def num_rows(self) -> int | None:
         """The rows that are read; None where lines are not counted."""
-        if self.format != "parquet":
+        if self.format in LINE_FORMATS:
             return None
         rows = sum(rows for rows, _ in self.groups)
         return rows if self.stop is None else min(rows, self.stop)
@@ -49,7 +50,7 @@ class InputFile:
     @property
     def text_bytes(self) -> int:
         """About the bytes of text that are read."""
-        if self.format == "parquet":
+        if self.format not in LINE_FORMATS:
             return sum(size for _, size in self.groups)
         if self.stop is not None:
             return self.stop
@@ -60,8 +61,8 @@ class InputFile:
 class Piece:
     """A readable stretch of one file.
 
-    [start, stop) are row groups of a parquet file, or the bytes in which a line begins (stop None: to the end);
-    `first_row` is the first row of the stretch, `row_limit` the row to stop before, both of parquet only.
+    [start, stop) are groups of rows, or the bytes in which a line begins (stop None: to the end); `first_row` is the
+    first row of the stretch, `row_limit` the row to stop before, both of grouped rows only.
     """
 
     path: str
@@ -118,7 +119,7 @@ def cut_file(file: InputFile, piece_bytes: int) -> list[Piece]:
     """Return the file's pieces in order: row groups together, byte ranges, or a whole compressed file."""
     if file.damaged:
         return [_piece(file, 0, 0, 0)]
-    if file.format == "parquet":
+    if file.format not in LINE_FORMATS:
         return _cut_groups(file, piece_bytes)
     if file.compression is not None:
         return [_piece(file, 0, file.stop, file.text_bytes)]

@@ -22,6 +22,12 @@ READERS: dict[str, Callable[[Piece, Columns, Rejects], Iterator[Documents]]] = {
 
 def read_piece(piece: Piece, columns: Columns, rejects: Rejects) -> Iterator[Documents]:
     """Yield the documents of a piece; `InputError` if its file is no longer the one that was planned."""
+    check_unchanged(piece)
+    return READERS[piece.format](piece, columns, rejects)
+
+
+def check_unchanged(piece: Piece) -> None:
+    """Raise `InputError` if the file of a piece is no longer the one that was planned."""
     try:
         found = Path(piece.path).stat()
     except FileNotFoundError as error:
@@ -36,4 +42,3 @@ def read_piece(piece: Piece, columns: Columns, rejects: Rejects) -> Iterator[Doc
             expected=f"the {piece.size_bytes} bytes that were planned, untouched",
             fix="Put the old file back, or build into a new folder",
         )
-    return READERS[piece.format](piece, columns, rejects)

@@ -1,0 +1,129 @@
+"""`flame-preprocess convert`: other systems' token files to a sealed corpus. Plan, run, seal: as a build."""
+
+from __future__ import annotations
+
+import time
+
+from flame.errors import CorpusError
+from flame.files import exclusive_lock, remove_tree, sha256_of_json
+from flame.preprocess.build import Plan, _adopt, _input_entry, _say_finished, _task_settings, summary
+from flame.preprocess.convert_config import ConvertOptions
+from flame.preprocess.convert_pool import load_decoder, run_tasks
+from flame.preprocess.convert_task import ConvertSettings
+from flame.preprocess.folder import LOCK, VAL_PARTS, WORKERS_LOCK, check_folder, read_receipts
+from flame.preprocess.plan import plan_tasks
+from flame.preprocess.progress import BuildProgress, log
+from flame.preprocess.seal import seal
+from flame.preprocess.sources.formats import SOURCES
+from flame.preprocess.tokenizer import TokenizerSpec, copy_tokenizer, read_tokenizer
+from flame.shards.format import MANIFEST, TOKENIZER_FOLDER
+from flame.shards.manifest import Manifest
+
+SOURCE_VERSION = "1"  # raise it when the same token files give other documents
+
+
+def convert(options: ConvertOptions) -> int:
+    """Convert what `options` name into a corpus, or go on with it; returns the exit code.
+
+    Nothing is written before the token files, the tokenizer and the output folder are known to be usable.
+    """
+    started = time.monotonic()
+    tokenizer = read_tokenizer(
+        options.tokenizer, eos_token=options.eos_token, bos=options.bos, parse_special=options.parse_special
+    )
+    plan = make_plan(options, tokenizer)
+    check_folder(options.output)
+    if (options.output / MANIFEST).is_file():
+        code = _say_finished(options.output, plan)
+        if (options.output / VAL_PARTS).exists():  # a kill came between sealing and sweeping
+            with exclusive_lock(options.output / LOCK, what="this corpus"):
+                remove_tree(options.output / VAL_PARTS)
+        return code
+    settings = ConvertSettings(
+        build=_task_settings(options.build_options, plan, tokenizer, options.from_),
+        source=options.from_,
+        num_ids=max(tokenizer.info.vocab_size, tokenizer.largest_id + 1),
+        parse_special=tokenizer.parse_special,
+    )
+    load_decoder(tokenizer.json, settings)  # a tokenizer that cannot be used is told before anything is written
+    with exclusive_lock(options.output / LOCK, what="this corpus"):
+        if (options.output / MANIFEST).is_file():
+            return _say_finished(options.output, plan)
+        _adopt(options.output, plan)
+        if not (options.output / TOKENIZER_FOLDER).is_dir():
+            copy_tokenizer(tokenizer, options.output / TOKENIZER_FOLDER)
+        num_tokens = _run_tasks(options, plan, settings, tokenizer)
+        manifest = _seal(options, plan, settings, tokenizer)
+    print(summary(options.output, manifest, num_tokens=num_tokens, seconds=time.monotonic() - started))
+    return 0
+
+
+def make_plan(options: ConvertOptions, tokenizer: TokenizerSpec) -> Plan:
+    """Look at the token files and cut them into tasks."""
+    files, columns = SOURCES[options.from_].find(options.input, options.dataset_split, options.keep_columns)
+    build = options.build_options
+    seed = build.seed if build.shuffled else None
+    return Plan(
+        options={
+            "from": options.from_,
+            "source_version": SOURCE_VERSION,
+            "tokenizer": tokenizer.info.fingerprint,
+            "eos_token": tokenizer.eos_token,
+            "bos": tokenizer.info.bos,
+            "special_text": tokenizer.info.special_text,
+            "keep_columns": {field.name: str(field.type) for field in columns.kept},
+            "provenance": build.provenance,
+            "shuffle": build.shuffled,
+            "seed": seed,
+            "shuffle_block_tokens": build.shuffle_block_tokens if build.shuffled else None,
+            "shard_tokens": build.shard_tokens,
+            "val_fraction": build.val_fraction,
+        },
+        inputs=[_input_entry(file) for file in files],
+        on_error="fail",
+        columns=columns,
+        tasks=plan_tasks(files, shard_tokens=build.shard_tokens, shuffle_seed=seed),
+    )
+
+
+def _run_tasks(options: ConvertOptions, plan: Plan, settings: ConvertSettings, tokenizer: TokenizerSpec) -> int:
+    """Run the tasks that have no receipt; returns the tokens written by them."""
+    done = read_receipts(options.output, plan.digest).keys()
+    left = [task for task in plan.tasks if task.index not in done]
+    total_bytes, left_bytes = (sum(task.num_bytes for task in tasks) for tasks in (plan.tasks, left))
+    log(
+        f"{len(plan.inputs)} files, {plan.input_bytes:,} bytes, {len(plan.tasks)} tasks"
+        + (f", {len(done)} of them done before" if done else "")
+    )
+    with BuildProgress(total_bytes, total_bytes - left_bytes) as progress:
+        run_tasks(
+            left,
+            settings,
+            tokenizer.json,
+            num_workers=options.build_options.worker_count,
+            lock=options.output / WORKERS_LOCK,
+            report=progress.add,
+        )
+        return progress.num_tokens
+
+
+def _seal(options: ConvertOptions, plan: Plan, settings: ConvertSettings, tokenizer: TokenizerSpec) -> Manifest:
+    receipts = read_receipts(options.output, plan.digest)
+    lacking = [task.index for task in plan.tasks if task.index not in receipts]
+    if lacking:
+        raise CorpusError("finished tasks lost their files", where=options.output, got=f"tasks {lacking[:5]}")
+    return seal(
+        options.output,
+        receipts,
+        tokenizer=tokenizer.info,
+        held_out=options.val_fraction > 0,
+        shard_tokens=options.shard_tokens,
+        docs_schema=settings.build.docs_schema,
+        engine={"name": options.from_, "version": SOURCE_VERSION, "redone_tasks": 0},
+        options={**plan.options, "input": str(options.input), "dataset_split": options.dataset_split},
+        inputs={
+            "num_files": len(plan.inputs),
+            "num_bytes": plan.input_bytes,
+            "digest": sha256_of_json(plan.inputs),
+        },
+    )

@@ -1,0 +1,231 @@
+"""One task of a conversion, from its pieces to its receipt: read ids, decode them, shuffle, write."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from flame.errors import InputError
+from flame.files import named_disk_errors, write_json
+from flame.preprocess.blocks import INTERLEAVED_PIECES, BlockShuffler, Tokenized, interleave, write
+from flame.preprocess.folder import VAL_PARTS, receipt_path
+from flame.preprocess.plan import Piece, Task
+from flame.preprocess.readers.formats import check_unchanged
+from flame.preprocess.rejects import Rejects
+from flame.preprocess.sources.formats import SOURCES
+from flame.preprocess.sources.rows import TokenRows
+from flame.preprocess.task import Progress, TaskSettings, _hold_out, _provenance, add_ends
+from flame.preprocess.texts import Documents, make_documents
+from flame.shards.tokenizer import text_can_give
+from flame.shards.writer import SplitWriter
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvertSettings:
+    """What every task of a conversion is told: `build` as the tasks of a build are, and ids are below `num_ids`."""
+
+    build: TaskSettings
+    source: str
+    num_ids: int
+    parse_special: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenDocuments(Documents):
+    """Documents whose texts were decoded from their `ids` (uint32), which lie one behind the other by `lengths`."""
+
+    ids: NDArray[np.uint32]
+    lengths: NDArray[np.int64]
+
+
+class Decoder:
+    """The tokenizer that made the ids, and what its EOS is to a document. `eos_is_text`: a text may hold it."""
+
+    def __init__(self, tokenizer: Tokenizer, *, eos_id: int, bos_id: int | None, parse_special: bool) -> None:
+        self.eos_id = eos_id
+        self.bos_id = bos_id
+        self.eos_is_text = parse_special or text_can_give(tokenizer, eos_id)
+        self._tokenizer = tokenizer
+
+    def texts(self, ids: NDArray[np.uint32], lengths: NDArray[np.int64]) -> list[str]:
+        """Return each document's text: without the EOS at its end and the BOS at its start, as `decode` prints it."""
+        ends = np.cumsum(lengths)
+        starts = ends - lengths
+        if self.bos_id is not None:
+            starts = starts + _holds(ids, starts, lengths > 0, self.bos_id)
+        ends = ends - _holds(ids, ends - 1, ends > starts, self.eos_id)
+        documents = [ids[a:b].tolist() for a, b in zip(starts.tolist(), ends.tolist(), strict=True)]
+        texts: list[str] = self._tokenizer.decode_batch(documents, skip_special_tokens=False)
+        return texts
+
+
+def _holds(
+    ids: NDArray[np.uint32], places: NDArray[np.int64], there: NDArray[np.bool_], token: int
+) -> NDArray[np.bool_]:
+    """Return which of the places that are `there` hold the token."""
+    found = np.zeros(len(places), dtype=bool)
+    found[there] = ids[places[there]] == token
+    return found
+
+
+def run_task(task: Task, settings: ConvertSettings, decoder: Decoder) -> Progress:
+    """Write the task's shards and, last, its receipt, as a task of a build does; returns what was done.
+
+    Cost: memory is bounded by a block of the shuffle, `INTERLEAVED_PIECES` batches, and the largest document.
+    """
+    build = settings.build
+    rejects = Rejects(on_error="fail")
+    train = SplitWriter(
+        build.corpus, "train", task=task.index, shard_tokens=build.shard_tokens, docs_schema=build.docs_schema
+    )
+    val = SplitWriter(
+        build.corpus / VAL_PARTS.parent,
+        VAL_PARTS.name,
+        task=task.index,
+        shard_tokens=build.shard_tokens,
+        docs_schema=build.val_schema,
+    )
+    try:
+        with named_disk_errors(build.corpus):
+            done = _write_documents(task, settings, decoder, rejects, train, val)
+            splits = {"train": train.finish(), VAL_PARTS.name: val.finish()}
+    except BaseException:
+        train.abort()
+        val.abort()
+        raise
+    receipt: dict[str, Any] = {
+        "task": task.index,
+        "plan": build.plan_digest,
+        "engine": settings.source,
+        "rejects": dict(sorted(rejects.counts.items())),
+        "repaired": dict(sorted(rejects.repaired.items())),
+        "splits": {name: [dataclasses.asdict(shard) for shard in shards] for name, shards in splits.items()},
+    }
+    write_json(receipt_path(build.corpus, task.index), receipt)
+    return done
+
+
+def _write_documents(
+    task: Task, settings: ConvertSettings, decoder: Decoder, rejects: Rejects, train: SplitWriter, val: SplitWriter
+) -> Progress:
+    build = settings.build
+    shuffler = BlockShuffler(
+        train, block_tokens=build.shuffle_block_tokens, key=f"block|{build.shuffle_seed}|{task.index}"
+    )
+    num_documents = num_tokens = 0
+    pieces = (_read_piece(piece, settings, decoder, rejects) for piece in task.pieces)
+    for documents in interleave(pieces, 1 if build.shuffle_seed is None else INTERLEAVED_PIECES):
+        assert isinstance(documents, TokenDocuments)
+        tokens, lengths = add_ends(documents.ids, documents.lengths, bos_id=build.bos_id, eos_id=build.eos_id)
+        num_documents, num_tokens = num_documents + len(lengths), num_tokens + len(tokens)
+        docs = _provenance(documents.path, documents.rows, documents.num_bytes, documents.kept)
+        kept = Tokenized(tokens=tokens, lengths=lengths, num_bytes=documents.num_bytes, docs=docs)
+        if build.val_fraction > 0:
+            kept = _hold_out(kept, documents.texts, build.val_fraction, val)
+        if not build.provenance:
+            kept = dataclasses.replace(kept, docs=None)
+        if build.shuffle_seed is None:
+            write(train, kept)
+        else:
+            shuffler.append(kept)
+    shuffler.flush()
+    return Progress(input_bytes=task.num_bytes, num_documents=num_documents, num_tokens=num_tokens)
+
+
+def _read_piece(piece: Piece, settings: ConvertSettings, decoder: Decoder, rejects: Rejects) -> Iterator[Documents]:
+    check_unchanged(piece)
+    for rows in SOURCES[settings.source].read(piece, settings.build.columns):
+        yield make_token_documents(rows, decoder, rejects, num_ids=settings.num_ids)
+
+
+def make_token_documents(rows: TokenRows, decoder: Decoder, rejects: Rejects, *, num_ids: int) -> TokenDocuments:
+    """Return what is a document among rows; null and empty ones, and those of blank text, are counted in `rejects`.
+
+    A run of EOS at the end of a row, as padding leaves it, becomes one and is counted as repaired. Raises `InputError`
+    for an id that the tokenizer does not have, and for EOS inside a document where no text can give it.
+    """
+    _check_ids(rows, num_ids)
+    ids, lengths = rows.ids.astype(np.uint32), rows.lengths
+    if not decoder.eos_is_text:
+        ids, lengths, shortened = _one_eos_at_most(ids, lengths, decoder.eos_id)
+        rejects.repaired.update({"repeated_eos": shortened} if shortened else {})
+        _refuse_inner_eos(rows, ids, lengths, decoder.eos_id)
+    texts = pa.array(decoder.texts(ids, lengths), pa.large_string(), mask=rows.null)
+    numbers = np.arange(rows.first_row, rows.first_row + len(lengths), dtype=np.uint64)
+    documents = make_documents(texts, numbers, rows.kept, rejects, path=rows.path, progress_bytes=rows.progress_bytes)
+    keep = np.zeros(len(lengths), dtype=bool)
+    keep[(documents.rows - np.uint64(rows.first_row)).astype(np.int64)] = True
+    return TokenDocuments(
+        path=documents.path,
+        texts=documents.texts,
+        rows=documents.rows,
+        num_bytes=documents.num_bytes,
+        kept=documents.kept,
+        progress_bytes=documents.progress_bytes,
+        ids=ids if keep.all() else ids[np.repeat(keep, lengths)],
+        lengths=lengths[keep],
+    )
+
+
+def _check_ids(rows: TokenRows, num_ids: int) -> None:
+    if len(rows.ids) == 0 or (rows.ids.min() >= 0 and rows.ids.max() < num_ids):
+        return
+    place = int(np.flatnonzero((rows.ids < 0) | (rows.ids >= num_ids))[0])
+    raise InputError(
+        "a token id is not one of the tokenizer's",
+        where=f"{rows.path}, row {_row_of(rows, rows.lengths, place)}",
+        got=f"id {rows.ids[place]}",
+        expected=f"0 to {num_ids - 1}",
+        fix="Name the tokenizer that made these ids in --tokenizer",
+    )
+
+
+def _row_of(rows: TokenRows, lengths: NDArray[np.int64], place: int) -> int:
+    return rows.first_row + int(np.searchsorted(np.cumsum(lengths), place, side="right"))
+
+
+def _one_eos_at_most(
+    ids: NDArray[np.uint32], lengths: NDArray[np.int64], eos_id: int
+) -> tuple[NDArray[np.uint32], NDArray[np.int64], int]:
+    """Return the rows with a run of EOS at their end cut to one, and how many were longer."""
+    ends = np.cumsum(lengths)
+    starts = ends - lengths
+    is_eos = ids == eos_id
+    # The last place of anything else, at or before each place: what lies behind it in a row is the run of EOS.
+    last_other = np.maximum.accumulate(np.where(is_eos, -1, np.arange(len(ids))))
+    run = np.zeros(len(lengths), dtype=np.int64)
+    there = lengths > 0
+    last = ends[there] - 1
+    run[there] = last - np.maximum(last_other[last], starts[there] - 1)
+    extra = np.maximum(run - 1, 0)
+    if not extra.any():
+        return ids, lengths, 0
+    new_lengths = lengths - extra
+    within = np.arange(len(ids)) - np.repeat(starts, lengths)
+    return ids[within < np.repeat(new_lengths, lengths)], new_lengths, int(np.count_nonzero(extra))
+
+
+def _refuse_inner_eos(rows: TokenRows, ids: NDArray[np.uint32], lengths: NDArray[np.int64], eos_id: int) -> None:
+    places = np.flatnonzero(ids == eos_id)
+    if not len(places):
+        return
+    inner = places[~np.isin(places, np.cumsum(lengths) - 1)]
+    if not len(inner):
+        return
+    row = _row_of(rows, lengths, int(inner[0]))
+    raise InputError(
+        "a row holds the EOS token before its end, so it is not one document",
+        where=f"{rows.path}, row {row}",
+        got=f"EOS {eos_id} at {int(inner[0] - (np.cumsum(lengths) - lengths)[row - rows.first_row])}",
+        fix="If the rows are windows of several documents, build the corpus from the text: where a document was cut is "
+        "not to be seen. If the text itself was tokenized with its special tokens parsed, add --parse_special",
+    )
