@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flame.config import Command, option, run_program
-from flame.errors import UsageError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +24,8 @@ class HfOptions:
     max_shard_size: str = option("5GB", unit="bytes", help="largest weight file, such as 5GB or 500MB")
     fast_open: bool = option(False, help="trust the checkpoint's file sizes instead of checking every byte")
     check: bool = option(False, help="reload the result with transformers and compare every tensor, bit by bit")
+    config: Path | None = option(None, help="for a DCP folder of the predecessor: the model's configuration")
+    tokenizer: Path | None = option(None, help="for a DCP folder of the predecessor: the tokenizer's folder")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,11 +40,9 @@ class DcpOptions:
 
 def export_hf(options: HfOptions) -> int:
     """Write the folder and print its path."""
-    from flame.export.hf import export_checkpoint  # torch loads in seconds: not for -h
+    from flame.export.predecessor import export_any  # torch loads in seconds: not for -h
 
-    if not options.checkpoint.exists():
-        raise UsageError("there is no such checkpoint", where=options.checkpoint)
-    print(export_checkpoint(**vars(options)))
+    print(export_any(**vars(options)))
     return 0
 
 
@@ -51,9 +50,6 @@ def export_dcp(options: DcpOptions) -> int:
     """Write the checkpoint and print its path."""
     from flame.export.dcp import convert_folder  # torch loads in seconds: not for -h
 
-    for folder in (options.model, options.tokenizer):
-        if folder is not None and not folder.is_dir():
-            raise UsageError("there is no such folder", where=folder)
     print(convert_folder(**vars(options)))
     return 0
 

@@ -20,8 +20,8 @@ from flame.train.checkpoint_tensors import StoredModel, named_tensors
 from flame.train.families import FAMILIES
 
 
-def check_export(folder: Path, checkpoint: Path) -> int:
-    """Load `folder` by transformers, offline, and compare it with the checkpoint it was made from.
+def check_export(folder: Path, stored: StoredModel) -> int:
+    """Load `folder` by transformers, offline, and compare it with the weights it was made from.
 
     Returns the number of tensors compared. Raises `CheckpointError` for a key that is missing or unexpected, for a bit
     that differs, and where the configurations and the tokenizer disagree. Cost: the whole model in memory, once.
@@ -37,7 +37,6 @@ def check_export(folder: Path, checkpoint: Path) -> int:
             "the export does not load cleanly", where=folder, got=problems, expected="every key, once"
         )
     loaded = named_tensors(model)
-    stored = StoredModel(checkpoint)
     _compare_names(set(loaded), set(stored.tensors), folder)
     for name in stored.tensors:
         expected = exported(name, stored.read(name), DTYPES[config["dtype"]])

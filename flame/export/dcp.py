@@ -30,6 +30,9 @@ def convert_folder(
     the tokenizer from instead. Raises `UsageError` for paths, `CheckpointError`, `TokenizerError` or `TrainingError`
     for what the folder holds; nothing is left then.
     """
+    for folder in (model, tokenizer):
+        if folder is not None and not folder.is_dir():
+            raise UsageError("there is no such folder", where=folder)
     check_output(output)
     if not (model / "config.json").is_file():
         raise CheckpointError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -52,28 +53,58 @@ def export_checkpoint(
     for an output that is there already, `CheckpointError` for a checkpoint that is damaged or does not fit `dtype`;
     nothing is left then.
     """
+    check_request(output, dtype, max_shard_size, replace=replace)
+    choice = open_checkpoint(checkpoint, fast_open=fast_open)
+    write_folder(
+        output,
+        StoredModel(choice.path),
+        _kept_files(checkpoint),
+        dtype=dtype,
+        max_shard_size=max_shard_size,
+        check=check,
+    )
+    return output
+
+
+def check_request(output: Path, dtype: str | None, max_shard_size: str, *, replace: bool = False) -> None:
+    """Raise `UsageError` for an output that is there already (unless it is to be replaced) and for wrong options."""
     if dtype is not None and dtype not in DTYPES:
         raise UsageError("no such dtype to export", got=dtype, expected=" or ".join(DTYPES))
-    shard_bytes = parse_shard_size(max_shard_size)
+    parse_shard_size(max_shard_size)
     if not replace and output.exists() and not (output.is_dir() and not any(output.iterdir())):
         raise UsageError(
             "the output of the export is there already", where=output, fix="Choose another --output, or delete it"
         )
-    choice = open_checkpoint(checkpoint, fast_open=fast_open)
+
+
+def write_folder(
+    output: Path,
+    stored: StoredModel,
+    files: Mapping[str, bytes],
+    *,
+    dtype: str | None,
+    max_shard_size: str,
+    check: bool,
+) -> None:
+    """Write the weights and the small `files` (config.json among them) as a Hugging Face folder: all of it, or none."""
+    target = None if dtype is None else DTYPES[dtype]
+    said = main_dtype(stored.tensors.values()) if target is None else target
+    config = {**json.loads(files["config.json"]), "dtype": str(said).removeprefix("torch.")}
     temporary = temporary_path(output)
     remove_tree(temporary)
     try:
-        stored, target = StoredModel(choice.path), None if dtype is None else DTYPES[dtype]
-        _copy_small_files(checkpoint, temporary, main_dtype(stored.tensors.values()) if target is None else target)
-        _write_weights(stored, temporary, target, shard_bytes)
+        for name, data in files.items():
+            if name != "config.json":
+                write_bytes(temporary / name, data)
+        write_json(temporary / "config.json", config)
+        _write_weights(stored, temporary, target, parse_shard_size(max_shard_size))
         if check:
-            check_export(temporary, checkpoint)
+            check_export(temporary, stored)
         fsync_folder(temporary)
         _publish(temporary, output)
     except BaseException:
         remove_tree(temporary)
         raise
-    return output
 
 
 def parse_shard_size(text: str) -> int:
@@ -85,15 +116,11 @@ def parse_shard_size(text: str) -> int:
     return size
 
 
-def _copy_small_files(checkpoint: Path, target: Path, dtype: torch.dtype) -> None:
+def _kept_files(checkpoint: Path) -> dict[str, bytes]:
     source = checkpoint / "hf"
     if not (source / "config.json").is_file():
         raise CheckpointError("the checkpoint keeps no config.json to export with", where=source)
-    for path in sorted(source.iterdir()):
-        if path.name != "config.json":
-            write_bytes(target / path.name, path.read_bytes())
-    config = json.loads((source / "config.json").read_bytes())
-    write_json(target / "config.json", {**config, "dtype": str(dtype).removeprefix("torch.")})
+    return {path.name: path.read_bytes() for path in sorted(source.iterdir())}
 
 
 def _write_weights(stored: StoredModel, target: Path, dtype: torch.dtype | None, shard_bytes: int) -> None:

@@ -25,28 +25,30 @@ _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "
 _COMPUTED = (r"rotary_emb\.inv_freq$", r"\.attn\.masked_bias$")
 
 
-def build_skeleton(source: Path, *, trust_remote_code: bool = False) -> PreTrainedModel:
+def build_skeleton(source: Path, *, rows: int | None = None, trust_remote_code: bool = False) -> PreTrainedModel:
     """Return the model that a config.json (or its folder) describes, on the meta device: no tensor takes any memory.
 
-    Its configuration keeps its own embedding rows and special tokens, and a generation_config.json beside it is taken
-    along. Raises `TrainingError` where `flame-train` could not train such a model.
+    Its configuration keeps its own embedding rows, or has `rows` of them, and its own special tokens; a folder's
+    generation_config.json is taken along. Raises `TrainingError` where `flame-train` could not train such a model.
     """
     config = load_model_config(str(source), vocab_size=0, eos_id=0, keep_rows=True, trust_remote_code=trust_remote_code)
+    if rows is not None:
+        config.vocab_size = rows
     # A checkpoint is made on any machine: whether this one has a GPU is of no matter.
     check_family(config, varlen=False, device=torch.device("cuda"))
     with torch.device("meta"):
         model = family_of(config).construct(config, "sdpa")
-    folder = source if source.is_dir() else source.parent
-    values = json.loads((folder / "config.json" if source.is_dir() else source).read_bytes())
+    values = json.loads((source / "config.json" if source.is_dir() else source).read_bytes())
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         setattr(model.config, name, values.get(name))
         setattr(model.generation_config, name, values.get(name))
-    if (folder / "generation_config.json").is_file():
+    generation = source / "generation_config.json"
+    if generation.is_file():
         try:
-            model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+            model.generation_config = GenerationConfig.from_pretrained(source, local_files_only=True)
         except (OSError, ValueError) as error:
             raise CheckpointError(
-                f"the generation configuration cannot be understood: {error}", where=folder / "generation_config.json"
+                f"the generation configuration cannot be understood: {error}", where=generation
             ) from error
     return model
 
@@ -111,7 +113,7 @@ def match_names(
     aliases = {name: ids[id(tensor)] for name, tensor in model.state_dict(keep_vars=True).items()}
     names = _own_names(model, found, aliases)
     matched: dict[str, str] = {}
-    for own, name in names.items():
+    for own, name in sorted(names.items(), key=lambda pair: pair[0] not in kept):  # where it has both, its own name
         if own in aliases:
             first = matched.setdefault(aliases[own], name)
             if first != name and found[first] == found[name] and not torch.equal(read(first), read(name)):

@@ -144,10 +144,10 @@ class StoredModel:
     `tensors` maps names (the model's own) to shape and dtype, in an order that does not depend on how many ranks saved.
     """
 
-    def __init__(self, checkpoint: Path) -> None:
-        self.checkpoint = checkpoint
+    def __init__(self, checkpoint: Path, *, prefix: str = MODEL_PREFIX) -> None:
+        self.checkpoint, self.prefix = checkpoint, prefix
         self._reader = _IndexedReader(checkpoint)
-        stored = _stored_model(self._reader.metadata)
+        stored = _stored_model(self._reader.metadata, prefix)
         self.tensors: dict[str, tuple[torch.Size, torch.dtype]] = {
             name: (stored[name].size, stored[name].properties.dtype) for name in sorted(stored, key=_layer_order)
         }
@@ -155,7 +155,7 @@ class StoredModel:
     def read(self, name: str) -> Tensor:
         """Return one whole tensor, on the CPU, as it was saved."""
         size, dtype = self.tensors[name]
-        target = {MODEL_PREFIX + name: torch.empty(size, dtype=dtype)}
+        target = {self.prefix + name: torch.empty(size, dtype=dtype)}
         try:
             with warnings.catch_warnings():
                 # It says that no process group is used, which is what is asked for.
@@ -164,7 +164,7 @@ class StoredModel:
         except CheckpointException as error:
             reason = next(iter(error.failures.values()))[0]
             raise CheckpointError(f"{name} cannot be read: {reason}", where=self.checkpoint) from None
-        return target[MODEL_PREFIX + name]
+        return target[self.prefix + name]
 
 
 class _IndexedReader(FileSystemReader):
@@ -178,11 +178,11 @@ class _IndexedReader(FileSystemReader):
         return self.metadata
 
 
-def _stored_model(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
+def _stored_model(metadata: Metadata, prefix: str = MODEL_PREFIX) -> dict[str, TensorStorageMetadata]:
     return {
-        key.removeprefix(MODEL_PREFIX): info
+        key.removeprefix(prefix): info
         for key, info in metadata.state_dict_metadata.items()
-        if key.startswith(MODEL_PREFIX) and isinstance(info, TensorStorageMetadata)
+        if key.startswith(prefix) and isinstance(info, TensorStorageMetadata)
     }
 
 

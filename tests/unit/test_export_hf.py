@@ -18,7 +18,7 @@ from flame.cli.export import main
 from flame.errors import CheckpointError, FlameError, UsageError
 from flame.export.check import check_export
 from flame.export.hf import export_checkpoint, parse_shard_size
-from flame.train.checkpoint_tensors import named_tensors
+from flame.train.checkpoint_tensors import StoredModel, named_tensors
 from flame.train.distributed import World
 from flame.train.hf_files import build_hf_files
 from flame.train.model import build_model
@@ -261,20 +261,20 @@ def test_numbers_that_do_not_fit_are_refused(tmp_path: Path, world: World) -> No
 def test_the_check_finds_a_changed_bit_a_lost_key_and_a_disagreement(tmp_path: Path, world: World) -> None:
     path = checkpoint_of(tmp_path, tiny_llama(), world)
     output = export_checkpoint(path, tmp_path / "hf")
-    assert check_export(output, path) == len(named_tensors(tiny_llama()))
+    assert check_export(output, StoredModel(path)) == len(named_tensors(tiny_llama()))
     weights = output / "model.safetensors"
     whole = weights.read_bytes()
     weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     with pytest.raises(CheckpointError, match="is not the checkpoint's"):
-        check_export(output, path)
+        check_export(output, StoredModel(path))
     weights.write_bytes(whole.replace(b"lm_head.weight", b"lm_tail.weight"))
     with pytest.raises(CheckpointError, match=r"(?s)not load cleanly.*lm_head"):
-        check_export(output, path)
+        check_export(output, StoredModel(path))
     weights.write_bytes(whole)
     generation = json.loads((output / "generation_config.json").read_text())
     (output / "generation_config.json").write_text(json.dumps({**generation, "eos_token_id": 4}))
     with pytest.raises(CheckpointError, match="disagree about eos_token_id"):
-        check_export(output, path)
+        check_export(output, StoredModel(path))
 
 
 @pytest.mark.parametrize(("text", "size"), [("5GB", 5 * 10**9), ("1.5mb", 1_500_000), ("200 KB", 200_000), ("7", 7)])
