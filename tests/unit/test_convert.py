@@ -22,7 +22,7 @@ from flame.preprocess.convert_task import _one_eos_at_most
 from flame.preprocess.sources import flame_v0
 from flame.preprocess.sources.formats import SOURCES
 from flame.shards.manifest import Manifest, read_manifest
-from tests.builds import build_here, documents_of, rows_of, same_corpus, some_texts, texts_of, write_parquet
+from tests.builds import build_here, documents_of, rows_of, some_texts, texts_of, write_parquet
 from tests.tokenizers import EOS, write_tiny_tokenizer
 
 EOS_ID = 0
@@ -212,7 +212,7 @@ def test_the_columns_found_are_named_where_input_ids_are_not(tmp_path: Path, tok
     table = pa.table({"text": ["a"], "url": ["b"]})
     with pa.ipc.new_stream(str(folder / "data-00000-of-00001.arrow"), table.schema) as writer:
         writer.write_table(table)
-    with pytest.raises(InputError, match="no column input_ids.*columns text, url"):
+    with pytest.raises(InputError, match=r"no column input_ids.*columns text, url"):
         run(folder, tmp_path / "out", tok)
 
 
