@@ -104,7 +104,8 @@ def running(work: Path, output: Path) -> Iterator[subprocess.Popen[str]]:
     try:
         yield process
     finally:
-        process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # the workers too, should a test find that they do not die
         process.communicate()
 
 
@@ -147,7 +148,7 @@ def test_killed_and_run_again_it_ends_as_if_undisturbed(work: Path, tmp_path: Pa
         with running(work, output) as process:
             assert until(lambda wanted=wanted: receipts(output) >= wanted)
             os.kill(process.pid, signal.SIGKILL)
-            process.communicate()
+            process.communicate(timeout=SECONDS_TO_WAIT)  # their stderr is the workers' too
             assert process.returncode == -signal.SIGKILL
         assert until(lambda process=process: not processes_in(process.pid)), "no worker outlives the command"
         assert not (output / "manifest.json").exists(), "the kill came too late to show anything"
