@@ -7,7 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 
-.PHONY: demo test check unit bench clean
+.PHONY: demo test check unit bench soak clean
 
 demo: $(READY)
 	$(BIN)/python tools/demo.py --folder demo
@@ -26,6 +26,9 @@ bench: $(READY)
 	$(BIN)/python tools/bench_loader.py
 	$(BIN)/python tools/bench_preprocess.py
 
+soak: $(READY)  # kills by the dozen, some ten minutes; SOAK_ARGS='--ranks 2 --seed 7'
+	$(BIN)/python tools/soak.py --folder soak $(SOAK_ARGS)
+
 $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
@@ -33,4 +36,4 @@ $(READY): pyproject.toml
 	touch $(READY)
 
 clean:
-	rm -rf $(VENV) demo
+	rm -rf $(VENV) demo soak
