@@ -14,9 +14,10 @@ from transformers import PreTrainedModel
 from flame.errors import CheckpointError, UsageError
 from flame.export.dtypes import main_dtype
 from flame.export.hf import check_request, export_checkpoint, write_folder
-from flame.export.skeleton import build_skeleton, match_names, skeleton_files
+from flame.export.skeleton import build_skeleton, skeleton_files
 from flame.train.checkpoint_files import COMPLETE
 from flame.train.checkpoint_tensors import MODEL_PREFIX, StoredModel, named_tensors
+from flame.train.hf_names import match_names
 
 
 def export_any(

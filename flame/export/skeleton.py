@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from flame.errors import CheckpointError, FlameError, TokenizerError
-from flame.export.dtypes import DTYPES
-from flame.train.checkpoint_tensors import named_tensors
 from flame.train.families import check_family, family_of
 from flame.train.hf_files import build_hf_files
 from flame.train.model_config import load_model_config
 
-_NUM_NAMED = 4
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "*.tiktoken")
-# Buffers that old versions of transformers wrote, and that every model now computes.
-_COMPUTED = (r"rotary_emb\.inv_freq$", r"\.attn\.masked_bias$")
 
 
 def build_skeleton(source: Path, *, rows: int | None = None, trust_remote_code: bool = False) -> PreTrainedModel:
@@ -94,93 +87,3 @@ def _check_special_tokens(config: Mapping[str, Any], tokenizer: Path) -> None:
                 expected=f"ids below {rows}, the model's embedding rows",
                 fix="Resize the model's embeddings with transformers first, or choose the tokenizer of these weights",
             )
-
-
-def match_names(
-    model: PreTrainedModel,
-    found: Mapping[str, tuple[torch.Size, torch.dtype]],
-    read: Callable[[str], Tensor],
-    where: Path,
-) -> dict[str, str]:
-    """Return, for each tensor that a checkpoint of `model` keeps, the name under which `found` has it.
-
-    Tied weights may be there once, under either name, or twice and equal (`read` fetches them to see); a base model's
-    names are taken where the head is tied or absent. Raises `CheckpointError` naming tensors that are missing,
-    unexpected, of another shape, or in a number format that no model is trained from.
-    """
-    kept = named_tensors(model)
-    ids = {id(tensor): name for name, tensor in kept.items()}
-    aliases = {name: ids[id(tensor)] for name, tensor in model.state_dict(keep_vars=True).items()}
-    names = _own_names(model, found, aliases)
-    matched: dict[str, str] = {}
-    for own, name in sorted(names.items(), key=lambda pair: pair[0] not in kept):  # where it has both, its own name
-        if own in aliases:
-            first = matched.setdefault(aliases[own], name)
-            if first != name and found[first] == found[name] and not torch.equal(read(first), read(name)):
-                raise CheckpointError(
-                    "the configuration ties two tensors, and the weights hold different numbers for them",
-                    where=where,
-                    got=f"{first} and {name}",
-                    fix='Set "tie_word_embeddings" to false in config.json if they are meant to differ',
-                )
-    ignored = (*_COMPUTED, *(model._keys_to_ignore_on_load_unexpected or ()))
-    missing = sorted(kept.keys() - matched.keys())
-    unexpected = sorted(
-        name
-        for own, name in names.items()
-        if own not in aliases and not any(re.search(pattern, name) for pattern in ignored)
-    )
-    if missing or unexpected:
-        raise CheckpointError(
-            "the weights are of another model than the configuration",
-            where=where,
-            got="; ".join(
-                f"{what} {_first_few(some)}"
-                for what, some in (("missing", missing), ("unexpected", unexpected))
-                if some
-            ),
-            fix="Give the weights the config.json that they were made with",
-        )
-    _check_kinds(kept, {own: found[name] for own, name in matched.items()}, where)
-    return {name: matched[name] for name in kept}
-
-
-def _own_names(model: PreTrainedModel, found: Mapping[str, Any], aliases: Mapping[str, str]) -> dict[str, str]:
-    """Return the model's own names → those of `found`, which may be a base model's, without its prefix."""
-    prefix = model.base_model_prefix + "."
-    if not any(name in aliases for name in found) and any(prefix + name in aliases for name in found):
-        return {prefix + name: name for name in found}
-    return {name: name for name in found}
-
-
-def _check_kinds(kept: Mapping[str, Tensor], found: Mapping[str, tuple[torch.Size, torch.dtype]], where: Path) -> None:
-    shapes = [
-        f"{name} {tuple(found[name][0])} instead of {tuple(tensor.shape)}"
-        for name, tensor in kept.items()
-        if tuple(found[name][0]) != tuple(tensor.shape)
-    ]
-    if shapes:
-        raise CheckpointError(
-            "the weights are of another model than the configuration: their tensors have other shapes",
-            where=where,
-            got=_first_few(shapes),
-            fix="Give the weights the config.json that they were made with",
-        )
-    kinds = [
-        f"{name} {str(found[name][1]).removeprefix('torch.')}"
-        for name, tensor in kept.items()
-        if tensor.is_floating_point() and found[name][1] not in DTYPES.values()
-    ]
-    if kinds:
-        raise CheckpointError(
-            "the weights are in a number format that no training can begin from",
-            where=where,
-            got=_first_few(kinds),
-            expected=", ".join(DTYPES),
-            fix="Convert them first: quantized weights are not what a model was trained as",
-        )
-
-
-def _first_few(names: list[str]) -> str:
-    more = f" and {len(names) - _NUM_NAMED} more" if len(names) > _NUM_NAMED else ""
-    return ", ".join(names[:_NUM_NAMED]) + more

@@ -49,6 +49,7 @@ from flame.train.checkpoint_tensors import (
     MODEL_PREFIX,
     TRAIN_STATE,
     check_names_and_shapes,
+    foreign_keys,
     named_tensors,
     optimizer_targets,
     optimizer_tensors,
@@ -215,6 +216,22 @@ def load_checkpoint(choice: Choice, *, model: nn.Module, optimizer: Optimizer | 
     if optimizer is not None:
         set_optimizer_state(optimizer, named, targets)
     return TrainState.from_json(targets[TRAIN_STATE].numpy().tobytes())
+
+
+def load_foreign_weights(path: Path, *, model: nn.Module, world: World) -> None:
+    """Fill `model` from a DCP folder that another program wrote, with keys `model.<name>` or bare names.
+
+    Raises `CheckpointError` where names or shapes are not the model's. Optimizer and loader states are left alone.
+    """
+    targets: dict[str, Tensor] = {}
+    with _together(world, "reading a DCP folder", path):
+        keys = foreign_keys(model, read_metadata(path), path)
+        targets = {keys[name]: tensor.detach() for name, tensor in named_tensors(model).items()}
+    with _together(world, "reading a DCP folder", path):
+        try:
+            load(dict(targets), storage_reader=FileSystemReader(path), process_group=world.patient_group)
+        except CheckpointException as failure:
+            _raise_own(failure, world, path)
 
 
 def _targets(choice: Choice, named: Mapping[str, Tensor], *, with_optimizer: bool) -> dict[str, Tensor]:

@@ -128,6 +128,25 @@ def check_names_and_shapes(named: Mapping[str, Tensor], metadata: Metadata, wher
         )
 
 
+def foreign_keys(model: nn.Module, metadata: Metadata, where: Path) -> dict[str, str]:
+    """Return the key of each of the model's tensors in a DCP folder that another program wrote.
+
+    There a tied weight may stand under each of its names, and under one of ours only. Raises `CheckpointError` as
+    `check_names_and_shapes` does.
+    """
+    named = named_tensors(model)
+    tied = model.state_dict().keys() - named.keys()
+    stored = metadata.state_dict_metadata
+    prefix = "" if named.keys() <= stored.keys() else MODEL_PREFIX
+    if prefix:
+        kept = [key for key in stored if key.startswith(prefix) and key.removeprefix(prefix) not in tied]
+    else:
+        kept = [key for key in stored if key in named]
+    relevant = Metadata(state_dict_metadata={MODEL_PREFIX + key.removeprefix(prefix): stored[key] for key in kept})
+    check_names_and_shapes(named, relevant, where)
+    return {name: prefix + name for name in named}
+
+
 def read_metadata(checkpoint: Path) -> Metadata:
     """Read the index of a checkpoint's tensors. It is a pickle: only for checkpoints that one trusts."""
     try:

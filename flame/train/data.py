@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from flame.errors import TrainingError, UsageError
 from flame.sampling.mixture import Mixture, mixture_of_corpora, open_mixture, read_mixture
@@ -124,10 +125,27 @@ def check_tokenizer(tokenizer_path: str | None, data: TrainingData) -> None:
             fix="Leave it away: the corpus's own tokenizer is used",
         )
     own = data.tokenizer_folder / "tokenizer.json"
-    if json.loads(file.read_bytes()) != json.loads(own.read_bytes()):
+    if not same_tokenizer(file, own):
         raise TrainingError(
             "model.tokenizer_path is another tokenizer than the corpora were made with",
             got=file,
             expected=own,
             fix="Leave model.tokenizer_path away, or build the corpora again with this tokenizer",
         )
+
+
+_PARTS_THAT_MAKE_IDS = ("added_tokens", "normalizer", "pre_tokenizer", "model")
+
+
+def same_tokenizer(one: Path, other: Path) -> bool:
+    """Return whether two tokenizer.json give the same ids: padding, truncation and templates are not compared."""
+    parts = [json.loads(path.read_bytes()) for path in (one, other)]
+    return all(_comparable(parts[0].get(name)) == _comparable(parts[1].get(name)) for name in _PARTS_THAT_MAKE_IDS)
+
+
+def _comparable(part: Any) -> Any:
+    """Return a part with its merges as pairs: older files have each as one text with a space in it."""
+    if not isinstance(part, dict) or "merges" not in part:
+        return part
+    merges = [tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge) for merge in part["merges"]]
+    return part | {"merges": merges}

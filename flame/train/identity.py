@@ -5,13 +5,14 @@ Everything else (ranks, batch, learning rate, length of the run …) may change 
 
 from __future__ import annotations
 
-import json
+import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from flame.errors import CheckpointError
+from flame.train.log import log
 
 # Keys of a model's config.json that say how it is run, written or spoken to, not what it computes.
 _NOT_ARCHITECTURE = frozenset(
@@ -21,6 +22,8 @@ _NOT_ARCHITECTURE = frozenset(
         *("bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "id2label", "label2id"),
     }
 )
+_GIVE_BACK = "Give the run its own data back"
+_OR_ALLOW = "; to go on with other data on purpose, add --checkpoint.allow_data_change: it begins a new data segment"
 _NOT_ARCHITECTURE_PREFIXES = ("_", "fuse_", "use_l2warp")
 
 
@@ -28,7 +31,9 @@ _NOT_ARCHITECTURE_PREFIXES = ("_", "fuse_", "use_l2warp")
 class DataIdentity:
     """What decides which tokens sample k is: a run's own, kept in every checkpoint's complete.json.
 
-    `corpora` maps a source's name to its corpus fingerprint. Names may change, fingerprints may not.
+    `corpora` maps a source's name to its corpus fingerprint. Names may change, fingerprints may not. `data_seed` is the
+    mixture's own; `data_segment` counts how often the data were changed on purpose, and gives the order a seed of its
+    own (`segment_seed`).
     """
 
     mixture_fingerprint: str
@@ -36,6 +41,12 @@ class DataIdentity:
     tokenizer_fingerprint: str
     data_seed: int
     window_len: int
+    data_segment: int = 0
+
+    @property
+    def segment_seed(self) -> int:
+        """The seed that decides the order of samples in this data segment."""
+        return segment_seed(self.data_seed, self.data_segment)
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as complete.json keeps them."""
@@ -47,6 +58,7 @@ class DataIdentity:
             },
             "window_len": self.window_len,
             "data_seed": self.data_seed,
+            "data_segment": self.data_segment,
         }
 
     @classmethod
@@ -61,7 +73,46 @@ class DataIdentity:
             tokenizer_fingerprint=fingerprints["tokenizer"],
             data_seed=value["data_seed"],
             window_len=value["window_len"],
+            data_segment=value.get("data_segment", 0),
         )
+
+
+def segment_seed(data_seed: int, data_segment: int) -> int:
+    """Return the seed of a data segment: the mixture's own for the first, a hash of both numbers after that.
+
+    So a mixture that comes back later in a run is not drawn in the order that was seen already.
+    """
+    if data_segment == 0:
+        return data_seed
+    digest = hashlib.blake2b(f"{data_seed}|segment|{data_segment}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def settle_data_identity(
+    saved: DataIdentity | None,
+    current: DataIdentity,
+    *,
+    extends: bool = False,
+    allow_change: bool = False,
+    where: Path | None = None,
+) -> DataIdentity:
+    """Return `current` with the number of its data segment: the saved one, or the next where the data changed.
+
+    Raises `CheckpointError` for changed data unless `allow_change`, and for another tokenizer always: the ids that the
+    model has learnt would mean other texts.
+    """
+    if saved is None:
+        return current
+    try:
+        compare_data_identity(saved, current, extends=extends, where=where)
+    except CheckpointError as error:
+        if not allow_change or saved.tokenizer_fingerprint != current.tokenizer_fingerprint:
+            raise
+        log.warning(
+            "%s: a new data segment begins (was %s, is %s)", error.what.partition(": ")[2], error.expected, error.got
+        )
+        return replace(current, data_segment=saved.data_segment + 1)
+    return replace(current, data_segment=saved.data_segment)
 
 
 def compare_data_identity(
@@ -75,9 +126,9 @@ def compare_data_identity(
     """
     if saved is None:
         return
+    _compare("the tokenizer", saved.tokenizer_fingerprint, current.tokenizer_fingerprint, where, _GIVE_BACK)
     _compare("window_len", saved.window_len, current.window_len, where)
     _compare("the mixture's data_seed", saved.data_seed, current.data_seed, where)
-    _compare("the tokenizer", saved.tokenizer_fingerprint, current.tokenizer_fingerprint, where)
     if saved.mixture_fingerprint == current.mixture_fingerprint or extends:
         return
     for name, fingerprint in saved.corpora.items():
@@ -94,7 +145,7 @@ def compare_data_identity(
     )
 
 
-def _compare(what: str, saved: object, current: object, where: Path | None) -> None:
+def _compare(what: str, saved: object, current: object, where: Path | None, fix: str = _GIVE_BACK + _OR_ALLOW) -> None:
     if saved == current:
         return
     raise CheckpointError(
@@ -102,18 +153,8 @@ def _compare(what: str, saved: object, current: object, where: Path | None) -> N
         where=where,
         got=current,
         expected=saved,
-        fix="Give the run its own data back; to go on with other data on purpose, add --checkpoint.allow_data_change, "
-        "which begins a new data segment",
+        fix=fix,
     )
-
-
-def read_model_config(checkpoint: Path) -> dict[str, Any] | None:
-    """Return the config.json that a checkpoint keeps for export, or None where it keeps none."""
-    path = checkpoint / "hf" / "config.json"
-    if not path.is_file():
-        return None
-    value: dict[str, Any] = json.loads(path.read_text("utf-8"))
-    return value
 
 
 def compare_model_config(

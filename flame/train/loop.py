@@ -64,6 +64,8 @@ def train(config: TrainConfig, argv: Sequence[str] = ()) -> int:
             log.info("job.use_for_integration_test has no effect")
         with _alone_in(config.job.dump_folder, world):
             run = prepare(config, world, argv)
+            if config.checkpoint.create_seed_checkpoint:
+                return save_seed(run)
             logged = LoggedRun(
                 folder=config.job.dump_folder,
                 run_id=run.segment.run_id,

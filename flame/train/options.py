@@ -289,12 +289,18 @@ class CheckpointOptions:
     export_dtype: str = option(
         "float32", help="number format of the final export", choices=("float32", "bfloat16", "float16")
     )
-    create_seed_checkpoint: bool = option(False, help="save a step-0 checkpoint and end")
-    initial_load_path: Path | None = option(None, help="begin from the weights of this checkpoint")
-    initial_load_model_weights_only: bool = option(True, help="of initial_load_path, load weights only")
+    create_seed_checkpoint: bool = option(False, help="save the fresh weights as step-0 and end")
+    initial_load_path: Path | None = option(
+        None, help="begin from the weights in this folder: a checkpoint, a Hugging Face model, or a predecessor's DCP"
+    )
+    initial_load_model_weights_only: bool = option(
+        True, help="of initial_load_path, take weights only; off: step, moments and place in the data too"
+    )
     export_hf: bool = option(True, help="at the end, export the model to hf/ in the run folder")
     fast_open: bool = option(False, help="trust the sizes of a checkpoint's files instead of checking every byte")
-    allow_data_change: bool = option(False, help="go on with other data, as a new data segment")
+    allow_data_change: bool = option(
+        False, help="where the data are not the run's, go on with them as a new data segment"
+    )
     async_mode: str = option(
         "disabled", help="save beside training", choices=("disabled", "async", "async_with_pinned_mem")
     )

@@ -26,37 +26,21 @@ from pathlib import Path
 from typing import Any, Literal
 
 from flame.errors import FlameError, TrainingError
-from flame.files import append_line, write_bytes, write_json, write_text
+from flame.files import append_line, canonical_json, write_bytes, write_json, write_text
+from flame.sampling.history import SEGMENTS, Segment, mixture_name
+from flame.sampling.mixture import Mixture
 from flame.train.distributed import World, broadcast_from_main, raise_together
 from flame.train.log import log
 
 State = Literal["running", "preempted", "finished", "failed"]
 CONFIG = "config.toml"
 STATUS = "status.json"
-SEGMENTS = "segments.jsonl"
 METRICS = "metrics.jsonl"
 ABANDONED_METRICS = "metrics.abandoned.jsonl"
 
 # Options that say how a run is watched and described, not what it computes.
 _SURROUNDINGS = ("job.", "metrics.", "comm.", "profiling.", "checkpoint.", "validation.", "memory_estimation.")
 _VERSIONED = ("flame", "torch", "transformers", "flash-linear-attention", "triton", "numpy")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Segment:
-    """One process start of a run, from `step` (0: the beginning) and `consumed_samples` on."""
-
-    step: int
-    consumed_samples: int
-    world_size: int
-    dp_size: int
-    micro_batch: int
-    accumulation: int
-    seq_len: int
-    window_len: int
-    samples_per_step: int
-    mixture_fingerprint: str
-    argv: Sequence[str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,15 +119,14 @@ def write_config(run: Path, config_toml: str) -> None:
     write_text(run / CONFIG, config_toml)
 
 
-def keep_mixture(run: Path, fingerprint: str, manifest: bytes) -> Path:
-    """Keep the mixture manifest that the run draws from, under its fingerprint; returns its path."""
-    path = run / f"mixture-{fingerprint}.json"
-    if not path.is_file():
-        write_bytes(path, manifest)
+def keep_mixture(run: Path, mixture: Mixture) -> Path:
+    """Keep the mixture that the run draws from, with where its corpora lie now; returns the manifest's path."""
+    path = run / mixture_name(mixture.fingerprint)
+    write_bytes(path, canonical_json(mixture.to_json(run)))
     return path
 
 
-def append_segment(run: Path, segment: Segment) -> SegmentEntry:
+def append_segment(run: Path, segment: Segment, argv: Sequence[str]) -> SegmentEntry:
     """Add this process start to segments.jsonl; the run's id is that of its first segment, made there."""
     earlier = [json.loads(line) for line in _whole_lines(run / SEGMENTS)]
     entry = SegmentEntry(number=len(earlier), run_id=earlier[0]["run_id"] if earlier else _new_id())
@@ -151,7 +134,7 @@ def append_segment(run: Path, segment: Segment) -> SegmentEntry:
         "time": _now(),
         "run_id": entry.run_id,
         **asdict(segment),
-        "argv": list(segment.argv),
+        "argv": list(argv),
         "versions": _versions(),
         "host": socket.gethostname(),
     }

@@ -2,33 +2,34 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch.optim import Optimizer
 
 from flame.errors import TrainingError
-from flame.files import canonical_json
+from flame.sampling.history import Segment, mixture_name
 from flame.sampling.mixture import Mixture, read_mixture
 from flame.sampling.sampler import BatchGeometry, Sampler, default_window_len
 from flame.train.checkpoint import DataSegment, TrainState, agree_on_checkpoint, load_checkpoint
 from flame.train.checkpoint_files import Choice, abandon_later
 from flame.train.config import TrainConfig, flatten, to_toml
 from flame.train.data import TrainingData, check_tokenizer, open_training_data, open_validation_splits
-from flame.train.distributed import World, raise_together
+from flame.train.distributed import World, broadcast_from_main, raise_together
 from flame.train.flops import ModelFlops, model_flops
-from flame.train.hf_files import build_hf_files
-from flame.train.identity import DataIdentity, compare_data_identity, compare_model_config, read_model_config
+from flame.train.identity import DataIdentity, settle_data_identity
+from flame.train.initial import (
+    InitialWeights,
+    agree_on_initial,
+    load_initial_weights,
+)
 from flame.train.log import log
-from flame.train.model import CausalLMLoss, build_model
-from flame.train.model_config import check_token_ids, load_model_config
+from flame.train.model import CausalLMLoss
+from flame.train.model_setup import build_for_run
 from flame.train.optimizer import build_optimizer
-from flame.train.parallelize import parallelize
 from flame.train.run import (
-    Segment,
     SegmentEntry,
     abandon_metrics,
     append_segment,
@@ -78,23 +79,32 @@ def prepare(config: TrainConfig, world: World, argv: Sequence[str]) -> Run:
     data = open_training_data(config.dataset, config.training.data_probs, config.training.seed)
     check_tokenizer(config.model.tokenizer_path, data)
     check_shared_folder(config.job.dump_folder, world)
-    choice = _choose(config, world)
+    own, initial = _choose(config, world)
+    choice = own if initial is None or config.checkpoint.initial_load_model_weights_only else initial.choice
     geometry = batch_geometry(config, world.dp_size, choice)
-    sampler = Sampler(data.mixture, data.splits, geometry.window_len)
     identity = data.identity(geometry.window_len)
     if choice is not None:
-        extends = _goes_on(data.mixture, choice, config.job.dump_folder, geometry.window_len)
-        compare_data_identity(choice.complete.identity, identity, extends=extends, where=choice.path)
+        identity = settle_data_identity(
+            choice.complete.identity,
+            identity,
+            extends=_goes_on(data.mixture, choice, config.job.dump_folder, geometry.window_len),
+            allow_change=config.checkpoint.allow_data_change,
+            where=choice.path,
+        )
+    sampler = Sampler(replace(data.mixture, data_seed=identity.segment_seed), data.splits, geometry.window_len)
     validation_sets = [
         validation_set(name, split, window_len=geometry.window_len, num_tokens=config.validation.tokens)
         for name, split in open_validation_splits(config.validation.dataset, data).items()
     ]
-    module, hf_files = _build(config, world, data, validation_sets, choice)
+    module, hf_files = build_for_run(config, world, data, validation_sets, choice, initial)
     optimizer = build_optimizer(module.model, config.optimizer, world.device)
-    state = _new_state(identity)
+    state = TrainState()
     if choice is not None:
         state = load_checkpoint(choice, model=module.model, optimizer=optimizer, world=world)
         log.info("resumed from %s: step %d, %d samples consumed", choice.path, state.step, state.consumed_samples)
+    elif initial is not None:
+        load_initial_weights(initial, module.model, world)
+    state = _in_segment(state, identity)
     total_steps = config.total_steps(geometry.tokens_per_step)
     _check_epochs(data.mixture, sampler, state, total_steps, geometry)
     log.info("data position: %s", _data_position(data.mixture, sampler, state.consumed_samples))
@@ -116,18 +126,28 @@ def prepare(config: TrainConfig, world: World, argv: Sequence[str]) -> Run:
         hf_files=hf_files,
         state=state,
         latest=None if choice is None else choice.path,
-        segment=_open_run_folder(config, world, choice, state, geometry, data.mixture, argv),
+        segment=_open_run_folder(config, world, choice, state, geometry, data.mixture, identity, argv),
     )
 
 
-def _choose(config: TrainConfig, world: World) -> Choice | None:
-    if not config.checkpoint.enable_checkpoint:
-        return None
-    return agree_on_checkpoint(
-        config.checkpoint_folder,
+def _choose(config: TrainConfig, world: World) -> tuple[Choice | None, InitialWeights | None]:
+    """Return the run's own checkpoint to go on from; where it has none, the weights that it is to begin with."""
+    options = config.checkpoint
+    own: Choice | None = None
+    if options.enable_checkpoint:
+        own = agree_on_checkpoint(
+            config.checkpoint_folder, world, load_step=options.load_step, fast_open=options.fast_open
+        )
+    if options.initial_load_path is None:
+        return own, None
+    if own is not None:
+        log.info("the run has a checkpoint of its own: checkpoint.initial_load_path is left alone")
+        return own, None
+    return None, agree_on_initial(
+        options.initial_load_path,
         world,
-        load_step=config.checkpoint.load_step,
-        fast_open=config.checkpoint.fast_open,
+        weights_only=options.initial_load_model_weights_only,
+        fast_open=options.fast_open,
     )
 
 
@@ -150,65 +170,17 @@ def batch_geometry(config: TrainConfig, dp_size: int, choice: Choice | None) -> 
     )
 
 
-def param_dtype(config: TrainConfig, device: torch.device) -> torch.dtype:
-    """Return what the model computes in: training.mixed_precision_param, or the device's default."""
-    name = config.training.mixed_precision_param
-    if name is None:
-        name = "bfloat16" if device.type == "cuda" else "float32"
-    return {"bfloat16": torch.bfloat16, "float32": torch.float32}[name]
-
-
-def _build(
-    config: TrainConfig,
-    world: World,
-    data: TrainingData,
-    validation_sets: Sequence[ValidationSet],
-    choice: Choice | None,
-) -> tuple[CausalLMLoss, dict[str, bytes]]:
-    """Return the model, spread over the ranks, and the small files that go with its weights."""
-    tokenizer = data.tokenizer
-    model_config = load_model_config(
-        config.model_config,
-        vocab_size=tokenizer.vocab_size,
-        eos_id=tokenizer.eos_id,
-        bos_id=tokenizer.bos_id,
-        norm_type=config.model.norm_type,
-        trust_remote_code=config.model.trust_remote_code,
-        custom_model_path=config.experimental.custom_model_path,
-    )
-    for split in (*data.splits, *(chosen.split for chosen in validation_sets)):
-        check_token_ids(split.max_token_id, model_config.vocab_size, f"{split.corpus.path}, split {split.name}")
-    dtype = param_dtype(config, world.device)
-    module = build_model(
-        model_config,
-        seed=config.training.seed,
-        rank=world.rank,
-        device=world.device,
-        dtype=dtype,
-        varlen=config.training.varlen,
-        attention=config.model.attention,
-        deterministic=config.training.deterministic,
-    )
-    hf_files = build_hf_files(module.model, data.tokenizer_folder, eos_id=tokenizer.eos_id, bos_id=tokenizer.bos_id)
-    if choice is not None:
-        compare_model_config(read_model_config(choice.path), json.loads(hf_files["config.json"]), where=choice.path)
-    parallelize(
-        module,
-        world.mesh,
-        device=world.device,
-        param_dtype=dtype,
-        reduce_dtype=torch.float32,
-        reshard_after_forward=config.training.fsdp_reshard_after_forward,
-        compile_blocks=config.training.compile,
-    )
-    return module, hf_files
-
-
-def _new_state(identity: DataIdentity) -> TrainState:
+def _in_segment(state: TrainState, identity: DataIdentity) -> TrainState:
+    """Return where the run stands in its data segment: at the first sample of one that begins here."""
+    if state.data_segments and state.data_segments[-1].number == identity.data_segment:
+        return state
     segment = DataSegment(
-        number=0, mixture_fingerprint=identity.mixture_fingerprint, data_seed=identity.data_seed, first_step=1
+        number=identity.data_segment,
+        mixture_fingerprint=identity.mixture_fingerprint,
+        data_seed=identity.segment_seed,
+        first_step=state.step + 1,
     )
-    return TrainState(data_segments=(segment,))
+    return replace(state, consumed_samples=0, data_segments=(*state.data_segments, segment))
 
 
 def _goes_on(mixture: Mixture, choice: Choice, folder: Path, window_len: int) -> bool:
@@ -216,7 +188,7 @@ def _goes_on(mixture: Mixture, choice: Choice, folder: Path, window_len: int) ->
     saved = choice.complete.identity
     if saved is None or saved.mixture_fingerprint == mixture.fingerprint:
         return False
-    kept = folder / f"mixture-{saved.mixture_fingerprint}.json"
+    kept = folder / mixture_name(saved.mixture_fingerprint)
     return kept.is_file() and mixture.is_continuation_of(
         read_mixture(kept), consumed_samples=choice.complete.consumed_samples, window_len=window_len
     )
@@ -229,6 +201,7 @@ def _open_run_folder(
     state: TrainState,
     geometry: BatchGeometry,
     mixture: Mixture,
+    identity: DataIdentity,
     argv: Sequence[str],
 ) -> SegmentEntry:
     """Write down this start in the run folder (rank 0), and put away what it takes back."""
@@ -239,12 +212,13 @@ def _open_run_folder(
         if world.is_main:
             check_start(folder, flatten(config), resuming=choice is not None)
             if choice is not None:
-                for name, (old, new) in changed_options(choice.path / "config.toml", flatten(config)).items():
-                    log.info("changed since the checkpoint: %s was %s, is %s", name, old, new)
+                if choice.complete.identity is not None:  # not a seed, nor a converted model
+                    for name, (old, new) in changed_options(choice.path / "config.toml", flatten(config)).items():
+                        log.info("changed since the checkpoint: %s was %s, is %s", name, old, new)
                 abandon_later(config.checkpoint_folder, state.step)
             abandon_metrics(folder, state.step)
             write_config(folder, to_toml(config))
-            keep_mixture(folder, mixture.fingerprint, canonical_json(mixture.to_json()))
+            keep_mixture(folder, mixture)
             entry = append_segment(
                 folder,
                 Segment(
@@ -258,14 +232,17 @@ def _open_run_folder(
                     window_len=geometry.window_len,
                     samples_per_step=geometry.samples_per_step,
                     mixture_fingerprint=mixture.fingerprint,
-                    argv=argv,
+                    data_segment=identity.data_segment,
+                    data_seed=identity.segment_seed,
                 ),
+                argv,
             )
             write_status(folder, "running", step=state.step, checkpoint=None if choice is None else choice.path)
     except Exception as caught:
         error = caught
     raise_together(error, world, "opening the run folder")
-    return entry
+    shared: SegmentEntry = broadcast_from_main(entry, world)
+    return shared
 
 
 def _check_epochs(

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from flame.errors import CheckpointError, TrainingError
-from flame.train.identity import DataIdentity, compare_data_identity, compare_model_config, read_model_config
+from flame.sampling.history import Segment
+from flame.sampling.mixture import mixture_of_corpora, read_mixture
+from flame.train.identity import DataIdentity, compare_data_identity, compare_model_config, settle_data_identity
+from flame.train.initial import read_config
 from flame.train.run import (
-    Segment,
     abandon_metrics,
     append_segment,
     changed_options,
@@ -22,6 +25,7 @@ from flame.train.run import (
     write_config,
     write_status,
 )
+from tests.corpora import make_corpus
 from tests.tiny_states import one_rank
 
 CONFIG = {"training.steps": 100, "optimizer.lr": 1e-3, "metrics.log_freq": 1, "job.description": None}
@@ -37,8 +41,10 @@ SEGMENT = Segment(
     window_len=64,
     samples_per_step=16,
     mixture_fingerprint="sha256:m",
-    argv=("flame-train", "--training.steps=100"),
+    data_segment=0,
+    data_seed=42,
 )
+ARGV = ("flame-train", "--training.steps=100")
 
 
 def log_steps(run: Path, steps: range) -> None:
@@ -127,10 +133,10 @@ def test_a_torn_last_line_does_not_join_the_next(tmp_path: Path, torn: str) -> N
 
 
 def test_a_run_keeps_its_id_and_numbers_its_starts(tmp_path: Path) -> None:
-    first = append_segment(tmp_path, SEGMENT)
+    first = append_segment(tmp_path, SEGMENT, ARGV)
     with open(tmp_path / "segments.jsonl", "a") as file:
         file.write('{"torn')
-    second = append_segment(tmp_path, SEGMENT)
+    second = append_segment(tmp_path, SEGMENT, ARGV)
     assert (first.number, second.number) == (0, 1) and first.run_id == second.run_id
     lines = [json.loads(line) for line in (tmp_path / "segments.jsonl").read_text().splitlines()]
     assert len(lines) == 2
@@ -139,7 +145,7 @@ def test_a_run_keeps_its_id_and_numbers_its_starts(tmp_path: Path) -> None:
     assert {"time", "step", "consumed_samples", "world_size", "dp_size", "micro_batch", "accumulation"} < set(lines[0])
     assert {"seq_len", "window_len", "mixture_fingerprint"} < set(lines[0])
     (tmp_path / "other").mkdir()
-    assert append_segment(tmp_path / "other", SEGMENT).run_id != first.run_id
+    assert append_segment(tmp_path / "other", SEGMENT, ARGV).run_id != first.run_id
 
 
 def test_status_is_the_contract(tmp_path: Path) -> None:
@@ -155,10 +161,16 @@ def test_a_status_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:
     write_status(tmp_path, "failed", step=7, reason="the real reason")
 
 
-def test_the_mixture_is_kept_under_its_fingerprint(tmp_path: Path) -> None:
-    path = keep_mixture(tmp_path, "sha256:ab", b"{}")
-    assert path.name == "mixture-sha256:ab.json" and path.read_bytes() == b"{}"
-    assert keep_mixture(tmp_path, "sha256:ab", b"other") == path and path.read_bytes() == b"{}"
+def test_the_mixture_is_kept_with_where_its_corpora_lie(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    for number in range(2):
+        make_corpus(tmp_path / f"corpus{number}", [[1, 2, 3]] * 9)
+        mixture = mixture_of_corpora([tmp_path / f"corpus{number}"], None, 3)
+        path = keep_mixture(run, mixture)
+        assert path.name == f"mixture-{mixture.fingerprint}.json"
+        assert read_mixture(path).sources[0].corpus.resolve() == (tmp_path / f"corpus{number}").resolve()
+    assert len(list(run.iterdir())) == 1, "the corpora are the same, wherever they lie"
 
 
 def test_the_shared_folder_check_leaves_nothing(tmp_path: Path) -> None:
@@ -198,7 +210,13 @@ def changed(**changes: Any) -> DataIdentity:
 def test_other_data_is_refused_by_name(current: DataIdentity, named: str) -> None:
     with pytest.raises(CheckpointError, match=named) as caught:
         compare_data_identity(IDENTITY, current, where=Path("exp/a/checkpoint/step-5"))
-    assert "step-5" in str(caught.value) and "allow_data_change" in str(caught.value)
+    tokenizer_changed = current.tokenizer_fingerprint != IDENTITY.tokenizer_fingerprint
+    assert "step-5" in str(caught.value) and ("allow_data_change" in str(caught.value)) != tokenizer_changed
+    if tokenizer_changed:
+        with pytest.raises(CheckpointError, match="tokenizer"):
+            settle_data_identity(IDENTITY, current, allow_change=True)
+    else:
+        assert settle_data_identity(IDENTITY, current, allow_change=True) == replace(current, data_segment=1)
 
 
 def test_the_same_data_is_accepted() -> None:
@@ -211,12 +229,23 @@ def test_the_same_data_is_accepted() -> None:
         compare_data_identity(IDENTITY, changed(window_len=8), extends=True)
 
 
+def test_a_data_segment_goes_on_until_the_data_change() -> None:
+    second = changed(data_segment=1)
+    for allow in (False, True):
+        assert settle_data_identity(second, IDENTITY, allow_change=allow) == second
+    third = settle_data_identity(second, changed(mixture_fingerprint="sha256:n"), allow_change=True)
+    assert third.data_segment == 2
+    seeds = {identity.segment_seed for identity in (IDENTITY, second, third)}
+    assert IDENTITY.segment_seed == 42 and len(seeds) == 3 and all(0 <= seed < 2**63 for seed in seeds)
+    assert DataIdentity.from_json(third.to_json()) == third
+
+
 def test_another_model_is_refused_by_key(tmp_path: Path) -> None:
     (tmp_path / "hf").mkdir()
     saved = {"model_type": "llama", "rope_theta": 1e4, "dtype": "float32", "fuse_norm": True, "gone": 1}
-    assert read_model_config(tmp_path) is None
+    assert read_config(tmp_path / "hf") is None
     (tmp_path / "hf" / "config.json").write_text(json.dumps(saved))
-    read = read_model_config(tmp_path)
+    read = read_config(tmp_path / "hf")
     compare_model_config(read, {**saved, "dtype": "bfloat16", "fuse_norm": False, "new_default": 3, "eos_token_id": 2})
     compare_model_config(None, saved)
     with pytest.raises(CheckpointError, match=r"got rope_theta 500000\.0; expected rope_theta 10000\.0"):

@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from flame.errors import CheckpointError
+from flame.train.checkpoint_tensors import named_tensors
+from flame.train.hf_names import match_names
 
 _WHOLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -41,6 +45,19 @@ def open_weights(folder: Path) -> dict[str, Tensor]:
             )
         tensors |= found
     return tensors
+
+
+@torch.no_grad()
+def load_hf_weights(model: PreTrainedModel, folder: Path) -> None:
+    """Fill `model`, which is on the CPU in fp32, from a Hugging Face folder: the same numbers, tensor by tensor.
+
+    Raises `CheckpointError` as `open_weights` and `match_names` do.
+    """
+    weights = open_weights(folder)
+    found = {name: (tensor.size(), tensor.dtype) for name, tensor in weights.items()}
+    names = match_names(model, found, weights.__getitem__, folder)
+    for own, tensor in named_tensors(model).items():
+        tensor.copy_(weights[names[own]])
 
 
 def _files(folder: Path) -> dict[str, set[str] | None]:

@@ -1,0 +1,166 @@
+"""Beginning a run from weights that exist: `checkpoint.initial_load_path`.
+
+Three kinds of folder are taken: a checkpoint of ours, a Hugging Face model (safetensors), and a DCP folder of the
+project that this one succeeds, whose keys are `model.<name>` or bare names.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
+
+from flame.errors import CheckpointError, FlameError, TrainingError, UsageError
+from flame.train.checkpoint import load_checkpoint, load_foreign_weights
+from flame.train.checkpoint_files import COMPLETE, Choice, open_checkpoint
+from flame.train.checkpoint_tensors import MODEL_PREFIX, named_tensors, read_metadata
+from flame.train.data import TrainingData, same_tokenizer
+from flame.train.distributed import World, broadcast_from_main, raise_together
+from flame.train.families import family_of
+from flame.train.hf_weights import load_hf_weights
+from flame.train.log import log
+
+DCP_INDEX = ".metadata"
+CONFIG = "config.json"
+GENERATION_CONFIG = "generation_config.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class InitialWeights:
+    """A folder of weights: `choice` where it is a checkpoint of ours; `hf_folder` has its config.json, if any has."""
+
+    path: Path
+    choice: Choice | None
+    hf_folder: Path | None
+
+    @property
+    def from_hugging_face(self) -> bool:
+        return self.hf_folder == self.path
+
+
+def agree_on_initial(path: Path, world: World, *, weights_only: bool, fast_open: bool) -> InitialWeights:
+    """Let rank 0 look what `checkpoint.initial_load_path` names and tell all ranks; all raise where it raises."""
+    found: InitialWeights | None = None
+    error: Exception | None = None
+    if world.is_main:
+        try:
+            found = find_initial(path, weights_only=weights_only, fast_open=fast_open)
+        except FlameError as caught:
+            error = caught
+    raise_together(error, world, "opening checkpoint.initial_load_path")
+    result: InitialWeights = broadcast_from_main(found, world)
+    return result
+
+
+def find_initial(path: Path, *, weights_only: bool, fast_open: bool) -> InitialWeights:
+    """Tell which of the three kinds of folder `path` is.
+
+    Raises `UsageError` where it is not there, `CheckpointError` where it is none of them, is damaged, or holds weights
+    only although more is asked for.
+    """
+    if not path.is_dir():
+        raise UsageError("checkpoint.initial_load_path names no folder", got=path)
+    if (path / COMPLETE).is_file():
+        choice = open_checkpoint(path, fast_open=fast_open)
+        if not weights_only and not choice.complete.has_optimizer:
+            raise _weights_only(path)
+        return InitialWeights(path=path, choice=choice, hf_folder=path / "hf")
+    hugging_face, predecessor = (path / CONFIG).is_file(), (path / DCP_INDEX).is_file()
+    if not hugging_face and not predecessor:
+        raise CheckpointError(
+            "checkpoint.initial_load_path holds no weights",
+            where=path,
+            got=", ".join(sorted(entry.name for entry in path.iterdir())[:8]) or "an empty folder",
+            expected="a checkpoint (…/checkpoint/step-N), a Hugging Face folder, or a DCP folder of the predecessor",
+        )
+    if not weights_only:
+        raise _weights_only(path)
+    return InitialWeights(path=path, choice=None, hf_folder=path if hugging_face else None)
+
+
+def _weights_only(path: Path) -> CheckpointError:
+    return CheckpointError(
+        "checkpoint.initial_load_path holds weights only",
+        where=path,
+        expected="an optimizer's moments too, as checkpoint.initial_load_model_weights_only is off",
+        fix="Leave checkpoint.initial_load_model_weights_only away, or name a checkpoint that a run saved",
+    )
+
+
+def load_initial_weights(initial: InitialWeights, model: nn.Module, world: World) -> None:
+    """Fill a model that is spread over the ranks; not from Hugging Face's format, which is read before that."""
+    if initial.choice is not None:
+        load_checkpoint(initial.choice, model=model, optimizer=None, world=world)
+    elif not initial.from_hugging_face:
+        load_foreign_weights(initial.path, model=model, world=world)
+    log.info("began from the weights of %s", initial.path)
+
+
+def read_hugging_face(initial: InitialWeights, model: PreTrainedModel, world: World) -> None:
+    """Fill the full model on rank 0, before it is spread. Every rank calls it."""
+    error: Exception | None = None
+    if world.is_main:
+        try:
+            load_hf_weights(model, initial.path)
+        except FlameError as caught:
+            error = caught
+    raise_together(error, world, f"reading {initial.path}")
+
+
+def read_config(hf_folder: Path | None) -> dict[str, Any] | None:
+    """Return the config.json that comes with weights, or None where they come without."""
+    path = None if hf_folder is None else hf_folder / CONFIG
+    if path is None or not path.is_file():
+        return None
+    value: dict[str, Any] = json.loads(path.read_text("utf-8"))
+    return value
+
+
+def embedding_rows_of(initial: InitialWeights, config: PretrainedConfig) -> int | None:
+    """Return how many embedding rows the predecessor's weights have (it raised the configuration's); None elsewhere."""
+    if initial.hf_folder is not None:
+        return None
+    with torch.device("meta"):
+        model = family_of(config).construct(config, "sdpa")
+    stored = read_metadata(initial.path).state_dict_metadata
+    embedding = model.get_input_embeddings().weight
+    name = next(name for name, tensor in named_tensors(model).items() if tensor is embedding)
+    kinds = [stored[key] for key in (MODEL_PREFIX + name, name) if key in stored]
+    return int(kinds[0].size[0]) if kinds and isinstance(kinds[0], TensorStorageMetadata) else None
+
+
+def take_generation_config(model: PreTrainedModel, hf_folder: Path | None) -> None:
+    """Let the model keep the generation settings that its weights came with."""
+    if hf_folder is not None and (hf_folder / GENERATION_CONFIG).is_file():
+        model.generation_config = GenerationConfig.from_pretrained(hf_folder)
+
+
+def check_vocabulary(hf_folder: Path | None, rows: int, data: TrainingData) -> None:
+    """Raise `TrainingError` unless the weights were made for the corpora's tokenizer, and have a row for each token."""
+    if rows < data.tokenizer.vocab_size:
+        raise TrainingError(
+            "the weights have too few embedding rows for the corpora's tokenizer",
+            where=hf_folder,
+            got=f"{rows} rows",
+            expected=f"at least {data.tokenizer.vocab_size}, the tokenizer's vocabulary",
+            fix="Build the corpora with the tokenizer of these weights",
+        )
+    theirs = None if hf_folder is None else hf_folder / "tokenizer.json"
+    if theirs is None or not theirs.is_file():
+        log.warning("the weights come without a tokenizer.json: nothing tells whether it is the corpora's tokenizer")
+        return
+    own = data.tokenizer_folder / "tokenizer.json"
+    if not same_tokenizer(theirs, own):
+        raise TrainingError(
+            "the weights were made for another tokenizer than the corpora",
+            where=hf_folder,
+            got=theirs,
+            expected=f"the tokenizer of {own.parent}",
+            fix="Build the corpora with the tokenizer of these weights",
+        )
