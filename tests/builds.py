@@ -19,11 +19,12 @@ from tokenizers import Tokenizer
 
 from flame.preprocess.build import build
 from flame.preprocess.config import BuildOptions
-from flame.preprocess.engines import ENGINES, Encode
+from flame.preprocess.engine_check import Encoder, load_encoder
 from flame.preprocess.executors import EXECUTORS
 from flame.preprocess.plan import Task
+from flame.preprocess.progress import log
 from flame.preprocess.task import Progress, TaskSettings, run_task
-from flame.preprocess.workers import LoadRequest
+from flame.preprocess.workers import Loaded, LoadRequest
 from flame.shards.manifest import Manifest, read_manifest
 from flame.shards.reader import Corpus
 
@@ -36,7 +37,7 @@ class InlineExecutor:
 
     request: LoadRequest
     num_workers: int
-    encode: Encode | None = field(default=None)
+    encoder: Encoder | None = field(default=None)
 
     def __enter__(self) -> InlineExecutor:
         return self
@@ -45,15 +46,24 @@ class InlineExecutor:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
 
-    def wait_until_loaded(self) -> None:
-        self.encode = ENGINES[self.request.engine].load(self.request.tokenizer_json, self.request.parse_special)
+    def wait_until_loaded(self) -> Loaded:
+        asked = self.request
+        self.encoder = load_encoder(
+            asked.engine,
+            asked.tokenizer_json,
+            asked.parse_special,
+            say=log,
+            screens=asked.screens,
+            small_input=asked.small_input,
+        )
+        return Loaded.of(self.encoder)
 
     def run(
         self, tasks: Sequence[Task], settings: TaskSettings, *, lock: Path, report: Callable[[Progress], None]
     ) -> None:
-        assert self.encode is not None
+        assert self.encoder is not None
         for task in reversed(tasks):
-            run_task(task, settings, self.encode, report)
+            run_task(task, settings, self.encoder, report)
 
 
 def build_here(dataset: Path | str | Sequence[Path | str], output: Path, tokenizer: Path, **options: Any) -> Manifest:

@@ -13,11 +13,14 @@ from typing import Any
 from flame.errors import CorpusError, FlameError
 from flame.files import exclusive_lock, remove_tree, sha256_of_json, write_json
 from flame.preprocess.config import BuildOptions
-from flame.preprocess.engines import ENGINES, choose_engine
+from flame.preprocess.engine_check import SMALL_INPUT_BYTES, require_installed
+from flame.preprocess.engine_screen import write_screen
+from flame.preprocess.engines import ENGINES
 from flame.preprocess.executors import EXECUTORS, LocalExecutor
 from flame.preprocess.folder import (
     LOCK,
     PLAN,
+    SCREEN,
     VAL_PARTS,
     WORKERS_LOCK,
     check_folder,
@@ -76,6 +79,7 @@ def build(options: BuildOptions) -> int:
     Nothing is written before the inputs, the tokenizer and the output folder are known to be usable.
     """
     started = time.monotonic()
+    require_installed(options.engine)
     found = find_inputs(options.dataset, data_dir=options.data_dir, data_files=options.data_files)
     tokenizer = read_tokenizer(
         options.tokenizer, eos_token=options.eos_token, bos=options.bos, parse_special=options.parse_special
@@ -91,22 +95,36 @@ def build(options: BuildOptions) -> int:
             with exclusive_lock(options.output / LOCK, what="this corpus"):
                 remove_tree(options.output / VAL_PARTS)
         return code
-    engine = choose_engine(options.engine)
-    request = LoadRequest(engine=engine, tokenizer_json=tokenizer.json, parse_special=tokenizer.parse_special)
+    request = LoadRequest(
+        engine=options.engine,
+        tokenizer_json=tokenizer.json,
+        parse_special=tokenizer.parse_special,
+        screens=(options.output / SCREEN,),
+        small_input=_input_bytes_at_most(options, found) < SMALL_INPUT_BYTES,
+    )
     with EXECUTORS[options.executor](request, options.worker_count) as executor:
         plan = make_plan(options, found, tokenizer)
-        executor.wait_until_loaded()
+        loaded = executor.wait_until_loaded()
         with exclusive_lock(options.output / LOCK, what="this corpus"):
             if (options.output / MANIFEST).is_file():
                 return _say_finished(options.output, plan)
             _adopt(options.output, plan)
             if not (options.output / TOKENIZER_FOLDER).is_dir():
                 copy_tokenizer(tokenizer, options.output / TOKENIZER_FOLDER)
-            settings = _task_settings(options, plan, tokenizer, engine)
-            num_tokens = _run_tasks(plan, settings, executor)
-            manifest = _seal(options, plan, settings, tokenizer)
+            if loaded.screen is not None and loaded.screen_key is not None:
+                write_screen(options.output / SCREEN, loaded.screen, loaded.screen_key)
+            settings = _task_settings(options, plan, tokenizer)
+            num_tokens = _run_tasks(plan, settings, executor, loaded.engine)
+            manifest = _seal(options, plan, settings, tokenizer, loaded.engine)
     print(summary(options.output, manifest, num_tokens=num_tokens, seconds=time.monotonic() - started))
     return 0
+
+
+def _input_bytes_at_most(options: BuildOptions, found: Sequence[FoundFile]) -> int:
+    """Return about how much will be read, before anything is: sizes on disk, and what limits them."""
+    sizes = sum((3 if file.compression else 1) * Path(file.path).stat().st_size for file in found)
+    limits = [sizes, options.limit_bytes, None if options.limit_documents is None else 4096 * options.limit_documents]
+    return min(limit for limit in limits if limit is not None)
 
 
 def make_plan(options: BuildOptions, found: Sequence[FoundFile], tokenizer: TokenizerSpec) -> Plan:
@@ -204,7 +222,7 @@ def _no_workers(corpus: Path) -> Iterator[None]:
             time.sleep(0.02)
 
 
-def _task_settings(options: BuildOptions, plan: Plan, tokenizer: TokenizerSpec, engine: str) -> TaskSettings:
+def _task_settings(options: BuildOptions, plan: Plan, tokenizer: TokenizerSpec) -> TaskSettings:
     return TaskSettings(
         corpus=options.output,
         plan_digest=plan.digest,
@@ -218,11 +236,10 @@ def _task_settings(options: BuildOptions, plan: Plan, tokenizer: TokenizerSpec, 
         shard_tokens=options.shard_tokens,
         val_fraction=options.val_fraction,
         on_error=options.on_error,
-        engine=engine,
     )
 
 
-def _run_tasks(plan: Plan, settings: TaskSettings, executor: LocalExecutor) -> int:
+def _run_tasks(plan: Plan, settings: TaskSettings, executor: LocalExecutor, engine: str) -> int:
     """Run the tasks that have no receipt; returns the tokens written by them."""
     done = read_receipts(settings.corpus, plan.digest).keys()
     left = [task for task in plan.tasks if task.index not in done]
@@ -230,7 +247,7 @@ def _run_tasks(plan: Plan, settings: TaskSettings, executor: LocalExecutor) -> i
     log(
         f"{len(plan.inputs)} files, {plan.input_bytes:,} bytes, {len(plan.tasks)} tasks"
         + (f", {len(done)} of them done before" if done else "")
-        + f"; tokenizing with {settings.engine} {ENGINES[settings.engine].version}"
+        + f"; tokenizing with {engine} {ENGINES[engine].version}"
     )
     with BuildProgress(total_bytes, total_bytes - left_bytes) as progress:
         if left:
@@ -238,7 +255,7 @@ def _run_tasks(plan: Plan, settings: TaskSettings, executor: LocalExecutor) -> i
         return progress.num_tokens
 
 
-def _seal(options: BuildOptions, plan: Plan, settings: TaskSettings, tokenizer: TokenizerSpec) -> Manifest:
+def _seal(options: BuildOptions, plan: Plan, settings: TaskSettings, tokenizer: TokenizerSpec, engine: str) -> Manifest:
     receipts = read_receipts(options.output, plan.digest)
     lacking = [task.index for task in plan.tasks if task.index not in receipts]
     if lacking:
@@ -250,7 +267,11 @@ def _seal(options: BuildOptions, plan: Plan, settings: TaskSettings, tokenizer: 
         held_out=options.val_fraction > 0,
         shard_tokens=options.shard_tokens,
         docs_schema=settings.docs_schema,
-        engine={"name": settings.engine, "version": ENGINES[settings.engine].version, "redone_tasks": 0},
+        engine={
+            "name": engine,
+            "version": ENGINES[engine].version,
+            "redone_tasks": sum(receipt.get("redone") is not None for receipt in receipts.values()),
+        },
         options={**plan.options, "on_error": options.on_error, "dataset": list(options.dataset)},
         inputs={
             "num_files": len(plan.inputs),

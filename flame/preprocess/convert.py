@@ -40,7 +40,7 @@ def convert(options: ConvertOptions) -> int:
                 remove_tree(options.output / VAL_PARTS)
         return code
     settings = ConvertSettings(
-        build=_task_settings(options.build_options, plan, tokenizer, options.from_),
+        build=_task_settings(options.build_options, plan, tokenizer),
         source=options.from_,
         num_ids=max(tokenizer.info.vocab_size, tokenizer.largest_id + 1),
         parse_special=tokenizer.parse_special,

@@ -17,7 +17,7 @@ from typing import Any
 from flame.errors import FlameError
 from flame.preprocess.plan import Task
 from flame.preprocess.task import Progress, TaskSettings
-from flame.preprocess.workers import ENVIRONMENT, Death, Failure, ForkRequest, LoadRequest
+from flame.preprocess.workers import ENVIRONMENT, Death, Failure, ForkRequest, Loaded, LoadRequest
 
 _LOADER = "from flame.preprocess.workers import main; main()"
 SECONDS_FOR_AN_OBITUARY = 5.0
@@ -64,14 +64,16 @@ class LocalExecutor:
             connection.close()
         self._process.wait()
 
-    def wait_until_loaded(self) -> None:
-        """Block until the tokenizer is loaded; raises the error if it cannot be."""
+    def wait_until_loaded(self) -> Loaded:
+        """Block until the tokenizer is loaded, and return by which engine; raises the error if it cannot be."""
         try:
             answer = self._control.recv()
         except (EOFError, OSError) as error:
             raise FlameError("the process that loads the tokenizer died", got=self._last_words()) from error
         if isinstance(answer, Failure):
             raise answer.error from _cause(answer)
+        assert isinstance(answer, Loaded)
+        return answer
 
     def run(
         self, tasks: Sequence[Task], settings: TaskSettings, *, lock: Path, report: Callable[[Progress], None]

@@ -25,6 +25,8 @@ PLAN = BUILD / "plan.json"
 LOCK = BUILD / "lock"
 WORKERS_LOCK = BUILD / "workers.lock"
 TASKS = BUILD / "tasks"
+# The code points on which the engine differs from the reference.
+SCREEN = BUILD / "engine-screen.json"
 # Held-out documents of each task, until sealing merges them into val/.
 VAL_PARTS = BUILD / "tasks-val"
 

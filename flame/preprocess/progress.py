@@ -52,6 +52,8 @@ class BuildProgress:
 
     def add(self, progress: Progress) -> None:
         """Take a worker's report."""
+        if progress.note is not None:
+            log(progress.note)
         self.num_documents += progress.num_documents
         self.num_tokens += progress.num_tokens
         step = min(progress.input_bytes, self._total_bytes - self._done_bytes)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from flame.errors import TokenizerError
 from flame.files import named_disk_errors, write_json
 from flame.preprocess.blocks import INTERLEAVED_PIECES, BlockShuffler, Tokenized, interleave, write
-from flame.preprocess.engines import ENGINES, Encode
+from flame.preprocess.engine_check import Encoder, EngineDifferenceError, compared
 from flame.preprocess.folder import VAL_PARTS, receipt_path, rejects_path
 from flame.preprocess.holdout import HASH_COLUMN, HASH_TYPE, held_out, text_hashes
 from flame.preprocess.plan import Task
@@ -42,7 +42,6 @@ class TaskSettings:
     shard_tokens: int
     val_fraction: float
     on_error: str
-    engine: str
 
     @property
     def docs_schema(self) -> pa.Schema | None:
@@ -56,19 +55,58 @@ class TaskSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """What has been done since the last report."""
+    """What has been done since the last report (less than nothing where it is done again); `note` is for people."""
 
     input_bytes: int = 0
     num_documents: int = 0
     num_tokens: int = 0
+    note: str | None = None
+
+    def __add__(self, other: Progress) -> Progress:
+        return Progress(
+            input_bytes=self.input_bytes + other.input_bytes,
+            num_documents=self.num_documents + other.num_documents,
+            num_tokens=self.num_tokens + other.num_tokens,
+        )
 
 
-def run_task(task: Task, settings: TaskSettings, encode: Encode, report: Callable[[Progress], None]) -> dict[str, Any]:
+class RedoError(Exception):
+    """The engine erred on a document of the task: `where` and how."""
+
+
+def run_task(
+    task: Task, settings: TaskSettings, encoder: Encoder, report: Callable[[Progress], None]
+) -> dict[str, Any]:
     """Write the task's shards, its rejects and, last, its receipt, which is returned.
 
-    Nothing is left under a final name without a receipt that counts, nothing under a temporary one if an error is
-    raised. Cost: memory is bounded by a block, `INTERLEAVED_PIECES` batches of text and the largest document.
+    A task on which the engine errs is done again with the reference. Nothing is left under a final name without a
+    receipt that counts, nothing under a temporary one if an error is raised. Cost: memory is bounded by a block,
+    `INTERLEAVED_PIECES` batches of text and the largest document.
     """
+    done = Progress()
+
+    def count(progress: Progress) -> None:
+        nonlocal done
+        done += progress
+        report(progress)
+
+    try:
+        return _run_once(task, settings, encoder, count, redone=None)
+    except RedoError as error:
+        report(
+            Progress(
+                input_bytes=-done.input_bytes,
+                num_documents=-done.num_documents,
+                num_tokens=-done.num_tokens,
+                note=f"task {task.index} is done again with the reference: {error}",
+            )
+        )
+        return _run_once(task, settings, encoder.without_fast(), report, redone=str(error))
+
+
+def _run_once(
+    task: Task, settings: TaskSettings, encoder: Encoder, report: Callable[[Progress], None], *, redone: str | None
+) -> dict[str, Any]:
     rejects = Rejects(on_error=settings.on_error)
     train = SplitWriter(
         settings.corpus, "train", task=task.index, shard_tokens=settings.shard_tokens, docs_schema=settings.docs_schema
@@ -82,7 +120,7 @@ def run_task(task: Task, settings: TaskSettings, encode: Encode, report: Callabl
     )
     try:
         with named_disk_errors(settings.corpus):
-            _write_documents(task, settings, encode, report, rejects, train, val)
+            _write_documents(task, settings, encoder, report, rejects, train, val)
             splits = {"train": train.finish(), VAL_PARTS.name: val.finish()}
             rejects.write_samples(rejects_path(settings.corpus, task.index))
     except BaseException:
@@ -92,7 +130,8 @@ def run_task(task: Task, settings: TaskSettings, encode: Encode, report: Callabl
     receipt = {
         "task": task.index,
         "plan": settings.plan_digest,
-        "engine": settings.engine,
+        "engine": encoder.name,
+        "redone": redone,
         "rejects": dict(sorted(rejects.counts.items())),
         "repaired": dict(sorted(rejects.repaired.items())),
         "splits": {name: [dataclasses.asdict(shard) for shard in shards] for name, shards in splits.items()},
@@ -104,7 +143,7 @@ def run_task(task: Task, settings: TaskSettings, encode: Encode, report: Callabl
 def _write_documents(
     task: Task,
     settings: TaskSettings,
-    encode: Encode,
+    encoder: Encoder,
     report: Callable[[Progress], None],
     rejects: Rejects,
     train: SplitWriter,
@@ -114,9 +153,11 @@ def _write_documents(
         train, block_tokens=settings.shuffle_block_tokens, key=f"block|{settings.shuffle_seed}|{task.index}"
     )
     pieces = (read_piece(piece, settings.columns, rejects) for piece in task.pieces)
+    next_place = 0
     for documents in interleave(pieces, 1 if settings.shuffle_seed is None else INTERLEAVED_PIECES):
         report(Progress(input_bytes=documents.progress_bytes))
-        for tokenized, texts in _tokenize(documents, settings, encode, rejects):
+        place, next_place = next_place, next_place + len(documents)
+        for tokenized, texts in _tokenize(documents, task.index, place, settings, encoder, rejects):
             report(Progress(num_documents=len(tokenized), num_tokens=len(tokenized.tokens)))
             kept = tokenized
             if settings.val_fraction > 0:
@@ -131,15 +172,23 @@ def _write_documents(
 
 
 def _tokenize(
-    documents: Documents, settings: TaskSettings, encode: Encode, rejects: Rejects
+    documents: Documents, task: int, place: int, settings: TaskSettings, encoder: Encoder, rejects: Rejects
 ) -> Iterator[tuple[Tokenized, pa.LargeStringArray]]:
-    """Yield the documents with their ids, BOS and EOS, and their texts; a text without a token is refused."""
-    for start, stop in tokenizer_batches(documents, settings.batch_size, ENGINES[settings.engine].batch_bytes):
+    """Yield the documents with their ids, BOS and EOS, and their texts; a text without a token is refused.
+
+    `place` is the number of the task's documents before these. Raises `RedoError` where the engine errs.
+    """
+    for start, stop in tokenizer_batches(documents, settings.batch_size, encoder.batch_bytes):
         texts = documents.texts.slice(start, stop - start)
         rows, num_bytes = documents.rows[start:stop], documents.num_bytes[start:stop]
         kept = None if documents.kept is None else documents.kept.slice(start, stop - start)
         try:
-            ids, lengths = encode(texts)
+            ids, lengths = encoder.encode(texts)
+            encoder.compare(texts, (ids, lengths), compared(task, place + start, stop - start))
+        except EngineDifferenceError as error:
+            first, last = (rows[0], rows[-1]) if error.document is None else (rows[error.document],) * 2
+            where = f"row {first}" if first == last else f"rows {first} to {last}"
+            raise RedoError(f"{encoder.name} erred on {documents.path}, {where}: {error.what}") from error
         except Exception as error:
             raise TokenizerError(
                 "the tokenizer failed on a document",

@@ -16,18 +16,22 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from flame.errors import FlameError
 from flame.files import exclusive_lock
-from flame.preprocess.engines import ENGINES, Encode
+from flame.preprocess.engine_check import Encoder, load_encoder
+from flame.preprocess.engine_screen import Screen
 
 if TYPE_CHECKING:
     from flame.preprocess.plan import Task
     from flame.preprocess.task import TaskSettings
+
+T = TypeVar("T")
 
 _PR_SET_PDEATHSIG = 1
 # One thread a process: the processes are the parallelism, and a fork must find no other thread (Arrow's allocator would
@@ -44,11 +48,29 @@ ENVIRONMENT = {
 
 @dataclass(frozen=True, kw_only=True)
 class LoadRequest:
-    """To the loader, first: which engine, on which tokenizer. It answers None, or the exception."""
+    """To the loader, first: which engine, on which tokenizer. It answers `Loaded`, or a failure.
+
+    `screens` are files that may hold the engine's screen, `small_input` says that a screen is not worth its time.
+    """
 
     engine: str
     tokenizer_json: bytes
     parse_special: bool
+    screens: tuple[Path, ...] = ()
+    small_input: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """From the loader: the engine that was taken, and the screen that it stands behind."""
+
+    engine: str
+    screen: Screen | None
+    screen_key: str | None
+
+    @staticmethod
+    def of(encoder: Encoder) -> Loaded:
+        return Loaded(engine=encoder.name, screen=encoder.screen, screen_key=encoder.screen_key)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,8 +122,8 @@ def main() -> None:
     control = Connection(control_fd)
     connections = [Connection(fd) for fd in worker_fds]
     try:
-        encode = _load(control.recv())
-        control.send(None)
+        encoder = _load(control.recv())
+        control.send(Loaded.of(encoder))
         fork: ForkRequest = control.recv()
     except EOFError:
         return
@@ -110,18 +132,50 @@ def main() -> None:
         return
     try:
         with exclusive_lock(fork.lock, what="the tasks of this corpus"):
-            _run_workers(connections, fork.num_workers, encode, control)
+            _run_workers(connections, fork.num_workers, encoder, control)
     except Exception as error:
         control.send(failure_of(error))
 
 
-def _load(request: LoadRequest) -> Encode:
+def _load(request: LoadRequest) -> Encoder:
     import flame.preprocess.task  # noqa: F401 (what workers need, before they are forked)
 
-    return ENGINES[request.engine].load(request.tokenizer_json, request.parse_special)
+    return load_encoder(
+        request.engine,
+        request.tokenizer_json,
+        request.parse_special,
+        say=lambda note: print(note, file=sys.stderr, flush=True),
+        screens=request.screens,
+        small_input=request.small_input,
+        apart=_in_a_fork,
+    )
 
 
-def _run_workers(connections: list[Connection], num_workers: int, encode: Encode, control: Connection) -> None:
+def _in_a_fork(function: Callable[[], T]) -> T:
+    """Return what `function` returns in a fork of this process, which then keeps its single thread and its memory."""
+    loader = os.getpid()
+    receiver, sender = Pipe(duplex=False)
+    child = os.fork()
+    if child == 0:
+        try:
+            die_with_parent(loader)
+            sender.send((function(), None))
+        except BaseException as error:
+            sender.send((None, f"{type(error).__name__}: {error}"))
+        finally:
+            os._exit(0)
+    sender.close()
+    try:
+        value, trouble = receiver.recv()
+    except EOFError:
+        value, trouble = None, "the process died"
+    os.waitpid(child, 0)
+    if trouble is not None:
+        raise FlameError(trouble)
+    return value
+
+
+def _run_workers(connections: list[Connection], num_workers: int, encoder: Encoder, control: Connection) -> None:
     loader = os.getpid()
     numbers: dict[int, int] = {}
     for number in range(num_workers):
@@ -131,7 +185,7 @@ def _run_workers(connections: list[Connection], num_workers: int, encode: Encode
             control.close()
             for other in connections[:number] + connections[number + 1 :]:
                 other.close()
-            _work(connections[number], encode)
+            _work(connections[number], encoder)
         numbers[child] = number
     for connection in connections:
         connection.close()
@@ -142,7 +196,7 @@ def _run_workers(connections: list[Connection], num_workers: int, encode: Encode
             control.send(Death(worker=number, exit_code=exit_code))
 
 
-def _work(connection: Connection, encode: Encode) -> None:
+def _work(connection: Connection, encoder: Encoder) -> None:
     """Run the tasks that arrive until the pipe closes; never returns."""
     try:
         from flame.preprocess.task import run_task
@@ -151,7 +205,7 @@ def _work(connection: Connection, encode: Encode) -> None:
         while True:
             task: Task = connection.recv()
             try:
-                run_task(task, settings, encode, connection.send)
+                run_task(task, settings, encoder, connection.send)
                 connection.send(None)
             except BaseException as error:
                 connection.send(failure_of(error))

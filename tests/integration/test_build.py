@@ -387,7 +387,6 @@ def test_a_kill_while_sealing_leaves_what_sealing_again_completes(
     ("options", "message"),
     [
         ({"data_probs": "0.5,0.5"}, "flame-mix"),
-        ({"engine": "gigatoken"}, "not available yet"),
         ({"executor": "ray"}, "not available yet"),
         ({"task_range": "0/4"}, "not available yet"),
         ({"seal": True}, "--seal is not available yet"),
