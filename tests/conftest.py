@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -35,3 +37,12 @@ def shared_data() -> Path:
 def tiny_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a byte-level BPE tokenizer of some 400 tokens whose EOS is `<|endoftext|>`."""
     return write_tiny_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture
+def handlers_kept() -> Iterator[None]:
+    """For a training run in the test's own process: it takes SIGTERM and SIGUSR1 for itself."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)

@@ -99,7 +99,7 @@ def train_with_stops(soak: TrainingSoak, moments: random.Random, start_seconds: 
     stops = []
     for number, kind in enumerate(kinds):
         # Early stops must leave something to do for the later ones.
-        reach = max(2, (soak.steps - last_checkpoint(soak.stopped)) // (len(kinds) - number + 1))
+        reach = max(2, 2 * (soak.steps - last_checkpoint(soak.stopped)) // (len(kinds) - number + 1))
         by_time = moments.random() < 0.4
         goal = None if by_time else last_checkpoint(soak.stopped) + moments.randint(1, reach)
         delay = moments.uniform(0, 1.3 * start_seconds) if by_time else moments.uniform(0, 0.1)

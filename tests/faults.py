@@ -1,0 +1,103 @@
+"""Ranks that do something at a chosen moment: they are signalled or killed there, and note which samples they trained.
+
+A rank that is a process of its own installs this by a sitecustomize.py on its path (`in_ranks`); a run in the test's
+own process, by monkeypatch (`note_samples`, `signal_before_step`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+_SITE = """
+import os
+if "RANK" in os.environ:
+    from tests import faults
+    faults.install(os.environ["FLAME_FAULTS"])
+"""
+
+
+def in_ranks(folder: Path, *, stop_before: int | None = None, hold_saves: bool = False) -> dict[str, str]:
+    """The environment of ranks that write what they do into `folder`.
+
+    `stop_before`: the last rank sends itself SIGTERM when it takes the batch of that step. `hold_saves`: before its
+    part of a checkpoint, each rank makes `rank-N.saving` and waits until somebody opens `rank-N.fifo` for writing.
+    """
+    from tests.runs import PROJECT
+
+    site = folder / "site"
+    site.mkdir(parents=True)
+    (site / "sitecustomize.py").write_text(_SITE)
+    plan = {"folder": str(folder), "stop_before": stop_before, "hold_saves": hold_saves}
+    return {"PYTHONPATH": f"{site}:{PROJECT}", "FLAME_FAULTS": json.dumps(plan)}
+
+
+def install(plan_json: str) -> None:
+    """Run inside a rank, before anything else."""
+    from flame.train import checkpoint
+
+    plan = json.loads(plan_json)
+    folder, rank = Path(plan["folder"]), int(os.environ["RANK"])
+    (folder / f"rank-{rank}.pid").write_text(str(os.getpid()))
+    patch = pytest.MonkeyPatch()
+    note_samples(patch, folder / f"rank-{rank}.samples")
+    if plan["stop_before"] is not None and rank == int(os.environ["WORLD_SIZE"]) - 1:
+        signal_before_step(patch, plan["stop_before"])
+    if plan["hold_saves"]:
+        write = checkpoint._write_tensors
+
+        def held(temporary: Path, model: Any, optimizer: Any, state: Any, world: Any) -> Any:
+            (folder / f"rank-{rank}.saving.tmp").write_text(str(state.step))
+            (folder / f"rank-{rank}.saving.tmp").rename(folder / f"rank-{rank}.saving")
+            with open(folder / f"rank-{rank}.fifo"):
+                return write(temporary, model, optimizer, state, world)
+
+        patch.setattr(checkpoint, "_write_tensors", held)
+
+
+def note_samples(patch: pytest.MonkeyPatch, path: Path) -> None:
+    """Append a line for every step that this rank trains: what the run has then consumed, and this rank's samples."""
+    from flame.train import loop
+
+    backward = loop._backward
+
+    def noted(module: Any, batch: Any) -> Any:
+        with open(path, "a") as file:
+            file.write(json.dumps([batch.consumed_samples, batch.samples.tolist()]) + "\n")
+        return backward(module, batch)
+
+    patch.setattr(loop, "_backward", noted)
+
+
+def signal_before_step(
+    patch: pytest.MonkeyPatch, step: int, number: signal.Signals = signal.SIGTERM, *, first_step: int = 1
+) -> None:
+    """Send this process a signal while it waits for the batch of `step`; it started with `first_step`."""
+    from flame.train.loader import StepLoader
+
+    take, calls = StepLoader.__next__, 0
+
+    def signalled(loader: StepLoader) -> Any:
+        nonlocal calls
+        batch = take(loader)
+        if first_step + calls == step:
+            os.kill(os.getpid(), number)
+        calls += 1
+        return batch
+
+    patch.setattr(StepLoader, "__next__", signalled)
+
+
+def samples_trained(*paths: Path) -> list[list[int]]:
+    """The samples of every trained step, of all ranks' files, sorted within the step; in order of the steps."""
+    steps: dict[int, list[int]] = {}
+    for path in paths:
+        for line in path.read_text().splitlines():
+            consumed, samples = json.loads(line)
+            steps.setdefault(consumed, []).extend(samples)
+    return [sorted(steps[consumed]) for consumed in sorted(steps)]
