@@ -1,31 +1,25 @@
-"""Options: frozen dataclasses in, a command line and a TOML file out of them, and errors in one paragraph.
+"""Options: frozen dataclasses out of a command line and a TOML file.
 
-A field made with `option()` carries its help, unit and choices. From such dataclasses two kinds of program are made:
-`run_program` (subcommands, flat options) and `parse_sections` (dotted options, `--training.steps`, over a TOML file).
-In both `-` and `_` are the same, a flag is on by `--flag` and off by `--flag false`, the last value given wins, and an
-unknown name is answered with the nearest one.
+A field made with `option()` carries its help, unit and choices. `parse_flat` reads flat options, `parse_sections`
+dotted ones (`--training.steps`) over a TOML file; `program.py` makes programs of both. In both `-` and `_` are the
+same, a flag is on by `--flag` and off by `--flag false`, the last value given wins, and an unknown name is answered with
+the nearest one.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-import os
-import shutil
-import sys
-import textwrap
 import tomllib
-import traceback
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass
 from decimal import Decimal
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from flame.errors import FlameError, UsageError
+from flame.errors import UsageError
 
 _METADATA = "flame.option"
 _SUFFIXES = {"k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
@@ -88,16 +82,6 @@ class Option:
     @property
     def is_flag(self) -> bool:
         return self.type is bool or self.type == (bool | None)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Command:
-    """A subcommand: its options dataclass, and what runs with a value of it and returns the exit code."""
-
-    name: str
-    options: type
-    help: str
-    run: Callable[[Any], int]
 
 
 def options_of(config_class: type, prefix: str = "") -> list[Option]:
@@ -368,117 +352,3 @@ def _toml_text(value: Any) -> str:
     if isinstance(value, list):
         return ",".join(_toml_text(item) for item in value)
     return str(value)
-
-
-def run_program(program: str, description: str, commands: Sequence[Command], argv: Sequence[str] | None = None) -> int:
-    """Run `program COMMAND --options` and return its exit code (0, 1, 2, 3 or 130)."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    debug, words = take_debug(words)
-
-    def run() -> int:
-        if not words or words[0] in ("-h", "--help"):
-            print(_program_help(program, description, commands))
-            return 0 if words else 2
-        if words[0] == "--version":
-            print(f"{program} {metadata.version('flame')}")
-            return 0
-        command = next((command for command in commands if normal_name(words[0]) == command.name), None)
-        if command is None:
-            names = [command.name for command in commands]
-            near = difflib.get_close_matches(words[0], names, 1, 0.5)
-            raise UsageError(
-                f"{program} has no command {words[0]!r}",
-                expected="one of " + ", ".join(names),
-                fix=f"Did you mean {near[0]!r}?" if near else None,
-            )
-        name = f"{program} {command.name}"
-        if any(word in ("-h", "--help") for word in words[1:]):
-            print(help_text(command.options, usage=f"{name} [options]", description=command.help))
-            return 0
-        return command.run(parse_flat(command.options, words[1:], program=name))
-
-    return guarded(run, debug=debug, program=program)
-
-
-def take_debug(words: Sequence[str]) -> tuple[bool, list[str]]:
-    """Return whether `--debug` is among the words, and the words without it."""
-    rest = [word for word in words if word != "--debug"]
-    return len(rest) < len(words), rest
-
-
-def guarded(run: Callable[[], int], *, debug: bool, program: str = "flame") -> int:
-    """Call `run` and return its exit code; errors become one paragraph on stderr and their own code.
-
-    Ctrl-C gives 130, a closed pipe ends quietly, and `debug` shows the traceback.
-    """
-    try:
-        code = run()
-        sys.stdout.flush()
-        return code
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    except Exception as error:
-        if debug:
-            traceback.print_exc()
-        print(f"{program}: {_paragraph(error)}", file=sys.stderr)
-        return error.exit_code if isinstance(error, FlameError) else 1
-
-
-def _paragraph(error: Exception) -> str:
-    if isinstance(error, FlameError):
-        return str(error)
-    if isinstance(error, OSError) and error.strerror:
-        where = f" (in {error.filename})" if error.filename else ""
-        return f"{error.strerror}{where}."
-    detail = " ".join(str(error).split())
-    return f"unexpected {type(error).__name__}: {detail}. Run it again with --debug for the traceback."
-
-
-def _program_help(program: str, description: str, commands: Sequence[Command]) -> str:
-    lines = [f"usage: {program} COMMAND [options]", "", description, "", "commands:"]
-    width = max(len(command.name) for command in commands) + 2
-    lines += [f"  {command.name:<{width}}{command.help}" for command in commands]
-    return "\n".join([*lines, "", f"{program} COMMAND -h explains a command's options."])
-
-
-def help_text(config_class: type, *, usage: str, description: str) -> str:
-    """Return the text of -h: every option with its help, unit, choices and default, by section."""
-    width = max(60, min(shutil.get_terminal_size().columns, 110))
-    lines = [f"usage: {usage}", "", *textwrap.wrap(description, width)]
-    section = None
-    for option in options_of(config_class):
-        head = option.name.rpartition(".")[0]
-        if head != section:
-            section = head
-            lines += ["", f"{head}:" if head else "options:"]
-        lines += _option_help(option, width)
-    lines += ["", "  --debug", "      Show the traceback of an error."]
-    return "\n".join(lines)
-
-
-def _option_help(option: Option, width: int) -> list[str]:
-    info = option.info
-    value = "" if option.is_flag else " " + (info.metavar or option.attribute.upper())
-    head = f"  {option.attribute.upper()}" if info.positional else f"  --{option.name}{value}"
-    facts = [f"unit: {info.unit}"] if info.unit else []
-    if info.choices is not None:
-        facts.append("one of " + ", ".join(info.choices))
-    if info.repeat:
-        facts.append("may be given several times")
-    if option.default is MISSING:
-        facts.append("required")
-    elif not info.repeat and option.default is not None:
-        facts.append(f"default: {_shown(option.default)}")
-    if info.aliases:
-        facts.append("also: " + ", ".join(f"--{alias}" for alias in info.aliases))
-    text = info.help + (f" [{'; '.join(facts)}]" if facts else "")
-    return [head, *textwrap.wrap(text, width, initial_indent="      ", subsequent_indent="      ")]
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from flame.config import Command, option, run_program
+from flame.config import option
+from flame.program import Command, run_program
 
 
 @dataclass(frozen=True, kw_only=True)

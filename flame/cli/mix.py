@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from flame.config import Command, guarded, run_program, take_debug
 from flame.errors import UsageError
+from flame.program import Command, guarded, run_program, take_debug
 from flame.sampling.check import CheckOptions, check
 from flame.sampling.create import CreateOptions, create
 from flame.sampling.samples import SamplesOptions, samples

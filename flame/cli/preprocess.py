@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from flame.config import Command, run_program
 from flame.preprocess.config import BuildOptions
 from flame.preprocess.convert_config import ConvertOptions
 from flame.preprocess.decode import DecodeOptions, decode
 from flame.preprocess.inspect import InspectOptions, inspect
 from flame.preprocess.verify import VerifyOptions, verify
+from flame.program import Command, run_program
 
 
 def run_build(options: BuildOptions) -> int:

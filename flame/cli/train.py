@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from flame.config import guarded, help_text, take_debug
+from flame.program import guarded, help_text, take_debug
 from flame.train.config import TrainConfig, parse_train_config
 from flame.train.launch import launch, plan_from_environment
 from flame.train.moved import refuse_dataset_name

@@ -14,19 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flame.config import (
-    Command,
-    guarded,
-    help_text,
-    option,
-    options_of,
-    parse_count,
-    parse_flat,
-    parse_sections,
-    run_program,
-    take_debug,
-)
+from flame.config import option, options_of, parse_count, parse_flat, parse_sections
 from flame.errors import FlameError, UsageError
+from flame.program import Command, guarded, help_text, run_program, take_debug
 
 
 def _even(text: str) -> int:
@@ -286,7 +276,7 @@ def test_ctrl_c_is_130_and_quiet(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_closed_pipe_ends_quietly() -> None:
     code = (
-        "import sys\nfrom flame.config import guarded\n"
+        "import sys\nfrom flame.program import guarded\n"
         "def run():\n    for _ in range(100000): print('line')\n    return 0\n"
         "sys.exit(guarded(run, debug=False))"
     )
@@ -308,7 +298,7 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert program(lambda options: 7, "-h") == 0
     assert "Run it." in capsys.readouterr().out
     assert program(lambda options: 7, "run", "c", "-h") == 0
-    assert "usage: prog run [options]" in capsys.readouterr().out
+    assert "usage: prog run CORPUS [options]" in capsys.readouterr().out
     assert program(lambda options: 7, "--version") == 0
     assert capsys.readouterr().out.startswith("prog ")
 

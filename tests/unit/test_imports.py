@@ -14,17 +14,18 @@ ALLOWED = {
     "errors": set(),
     "files": {"errors"},
     "config": {"errors", "files"},
+    "program": {"errors", "config"},
     "shards": {"errors", "files", "config"},
     "sampling": {"errors", "files", "config", "shards"},
     "preprocess": {"errors", "files", "config", "shards"},
     "kernels": {"errors"},
-    "train": {"errors", "files", "config", "shards", "sampling", "kernels"},
+    "train": {"errors", "files", "config", "program", "shards", "sampling", "kernels"},
     "export": {"errors", "files", "config", "shards", "train"},
-    "cli": {"errors", "files", "config", "shards", "sampling", "preprocess", "train", "export"},
+    "cli": {"errors", "files", "config", "program", "shards", "sampling", "preprocess", "train", "export"},
 }
 # The run's own final export is the exporter's one function; the exporter reads the trainer's checkpoints.
 EXCEPTIONS = {("train/loop.py", "export")}
-WITHOUT_TORCH = ("errors", "files", "config", "shards", "sampling", "preprocess")
+WITHOUT_TORCH = ("errors", "files", "config", "program", "shards", "sampling", "preprocess")
 HEAVY = {"torch", "transformers", "fla", "triton"}
 
 

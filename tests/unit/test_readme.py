@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from flame.config import Command, parse_flat
+from flame.config import parse_flat
+from flame.program import Command
 
 PROJECT = Path(__file__).resolve().parents[2]
 README = (PROJECT / "README.md").read_text(encoding="utf-8")
