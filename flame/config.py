@@ -2,8 +2,8 @@
 
 A field made with `option()` carries its help, unit and choices. `parse_flat` reads flat options, `parse_sections`
 dotted ones (`--training.steps`) over a TOML file; `program.py` makes programs of both. In both `-` and `_` are the
-same, a flag is on by `--flag` and off by `--flag false`, the last value given wins, and an unknown name is answered with
-the nearest one.
+same, a flag is on by `--flag` and off by `--flag false`, the last value given wins, and an unknown name is answered
+with the nearest one.
 """
 
 from __future__ import annotations
