@@ -76,9 +76,10 @@ def build_with_kills(soak: BuildSoak, moments: random.Random, seconds: float) ->
     total, stops = receipts(soak.undisturbed), []
     for number in range(soak.kills):
         # Early kills must leave something to do for the later ones.
-        goal = receipts(soak.killed) + moments.randint(0, max(1, 2 * total // (soak.kills + 1)))
+        left = total - receipts(soak.killed)
+        goal = receipts(soak.killed) + moments.randint(0, 2 * left // (soak.kills - number + 1))
         by_time = moments.random() < 0.4
-        delay = moments.uniform(0, seconds / 3) if by_time else moments.uniform(0, 0.05)
+        delay = moments.uniform(0, seconds / 4) if by_time else moments.uniform(0, 0.05)
         stops.append(_killed_once(soak, goal=None if by_time else min(goal, total), delay=delay, moments=moments))
         say(f"    build {number + 1:>2}/{soak.kills}: {stops[-1]}")
     code = _run(soak).wait()
