@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,10 +77,13 @@ def arguments(folder: Path, run: Path, **options: Any) -> list[str]:
     return [f"--{name}={value}" for name, value in chosen.items()]
 
 
-def run_training(argv: Sequence[str], *, ranks: int = 1, check: bool = True) -> subprocess.CompletedProcess[str]:
-    """Run `flame-train` in fresh processes: one, or as many as `ranks` under our launcher."""
+def run_training(
+    argv: Sequence[str], *, ranks: int = 1, check: bool = True, faults: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run `flame-train` in fresh processes: one, or as many as `ranks` under our launcher; `faults`: see faults.py."""
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     environment |= {"NGPU": str(ranks), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(PROJECT)}
+    environment |= faults or {}
     result = subprocess.run(
         [sys.executable, "-m", "flame.cli.train", *argv], env=environment, capture_output=True, text=True, timeout=300
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from flame.errors import TrainingError
 from flame.train import loop
 from flame.train.__main__ import main
 from flame.train.config import parse_train_config
+from tests.faults import in_ranks, note_samples, samples_trained, signal_before_step
 from tests.runs import arguments, losses_and_norms, make_training_folder, read_metrics, run_training
 
 STEPS = 6
@@ -103,6 +105,53 @@ def test_a_resume_on_other_ranks_and_batches_goes_on_with_the_same_samples(
     for (_, loss, _), (_, other, _) in zip(expected, found, strict=True):
         assert other == pytest.approx(loss, rel=1e-5)
     assert read_metrics(run)[-1]["consumed_samples"] == read_metrics(straight)[-1]["consumed_samples"]
+
+
+def test_two_ranks_then_one_then_four_train_the_same_samples_in_the_same_order(
+    folder: Path, tmp_path: Path, handlers_kept: None
+) -> None:
+    """The global batch stays; ranks, rows, accumulation and the length of a row change at each start."""
+    straight, run, steps = tmp_path / "straight", tmp_path / "run", 9
+    assert main(options(folder, straight, training__steps=steps, validation__freq=steps)) == 0
+    common = {"training__steps": steps, "validation__freq": steps}
+
+    two = options(folder, run, **common, training__batch_size=1, training__gradient_accumulation_steps=2)
+    assert run_training(two, ranks=2, check=False, faults=in_ranks(tmp_path / "two", stop_before=4)).returncode == 75
+    with pytest.MonkeyPatch.context() as patch:
+        note_samples(patch, tmp_path / "one.samples")
+        signal_before_step(patch, 7, first_step=4)
+        assert main(options(folder, run, **common, training__batch_size=2, training__seq_len=256)) == 75
+    four = options(folder, run, **common, training__batch_size=1)
+    run_training(four, ranks=4, faults=in_ranks(tmp_path / "four"))
+
+    notes = [*tmp_path.glob("two/*.samples"), tmp_path / "one.samples", *tmp_path.glob("four/*.samples")]
+    assert len(notes) == 2 + 1 + 4 and sum(len(note.read_text().splitlines()) for note in notes) == 3 * len(notes)
+    assert samples_trained(*notes) == [list(range(4 * step, 4 * step + 4)) for step in range(steps)]
+    segments = [json.loads(line) for line in (run / "segments.jsonl").read_text().splitlines()]
+    assert [(s["step"], s["world_size"], s["seq_len"]) for s in segments] == [(0, 2, 128), (3, 1, 256), (6, 4, 128)]
+    for line, other in zip(read_metrics(straight), read_metrics(run), strict=True):
+        for name in ("step", "consumed_samples", "consumed_tokens", "optimizer/lr", "tokens/web", "tokens/code"):
+            assert line[name] == other[name], name
+        for name in ("loss_metrics/global_avg_loss", "optimizer/grad_norm"):
+            assert other[name] == pytest.approx(line[name], rel=1e-5 if "loss" in name else 1e-4), line["step"]
+    (score, other_score) = (read_metrics(r)[-1]["validation/web/loss"] for r in (straight, run))
+    assert other_score == pytest.approx(score, rel=1e-5)
+
+
+def test_another_global_batch_draws_on_from_the_same_sample(folder: Path, tmp_path: Path, handlers_kept: None) -> None:
+    run = tmp_path / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        note_samples(patch, tmp_path / "samples")
+        for first, rows, stop in ((1, 4, 2), (3, 1, 5), (6, 8, None)):
+            with pytest.MonkeyPatch.context() as signals:
+                if stop is not None:
+                    signal_before_step(signals, stop + 1, first_step=first)
+                code = main(options(folder, run, training__batch_size=rows, training__steps=7))
+            assert code == (0 if stop is None else 75)
+    per_step = samples_trained(tmp_path / "samples")
+    assert [len(samples) for samples in per_step] == [4, 4, 1, 1, 1, 8, 8]
+    assert [sample for samples in per_step for sample in samples] == list(range(27))
+    assert [line["consumed_samples"] for line in read_metrics(run)] == [4, 8, 9, 10, 11, 19, 27]
 
 
 @pytest.fixture
