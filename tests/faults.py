@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +23,21 @@ if "RANK" in os.environ:
 """
 
 
-def in_ranks(folder: Path, *, stop_before: int | None = None, hold_saves: bool = False) -> dict[str, str]:
+def in_ranks(
+    folder: Path, *, stop_before: int | None = None, hold_saves: bool = False, not_finite: Sequence[int] = ()
+) -> dict[str, str]:
     """The environment of ranks that write what they do into `folder`.
 
     `stop_before`: the last rank sends itself SIGTERM when it takes the batch of that step. `hold_saves`: before its
     part of a checkpoint, each rank makes `rank-N.saving` and waits until somebody opens `rank-N.fifo` for writing.
+    `not_finite`: the steps in which the last rank's loss is NaN (odd steps) or infinite.
     """
     from tests.runs import PROJECT
 
     site = folder / "site"
     site.mkdir(parents=True)
     (site / "sitecustomize.py").write_text(_SITE)
-    plan = {"folder": str(folder), "stop_before": stop_before, "hold_saves": hold_saves}
+    plan = {"folder": str(folder), "stop_before": stop_before, "hold_saves": hold_saves, "not_finite": [*not_finite]}
     return {"PYTHONPATH": f"{site}:{PROJECT}", "FLAME_FAULTS": json.dumps(plan)}
 
 
@@ -46,8 +50,10 @@ def install(plan_json: str) -> None:
     (folder / f"rank-{rank}.pid").write_text(str(os.getpid()))
     patch = pytest.MonkeyPatch()
     note_samples(patch, folder / f"rank-{rank}.samples")
-    if plan["stop_before"] is not None and rank == int(os.environ["WORLD_SIZE"]) - 1:
-        signal_before_step(patch, plan["stop_before"])
+    if rank == int(os.environ["WORLD_SIZE"]) - 1:
+        poison_loss(patch, plan["not_finite"])
+        if plan["stop_before"] is not None:
+            signal_before_step(patch, plan["stop_before"])
     if plan["hold_saves"]:
         write = checkpoint._write_tensors
 
@@ -72,6 +78,21 @@ def note_samples(patch: pytest.MonkeyPatch, path: Path) -> None:
         return backward(module, batch)
 
     patch.setattr(loop, "_backward", noted)
+
+
+def poison_loss(patch: pytest.MonkeyPatch, steps: Sequence[int]) -> None:
+    """Make this rank's own loss NaN or infinite in these steps of its start, and with it its gradients."""
+    from flame.train.model import CausalLMLoss
+
+    forward, calls = CausalLMLoss.forward, 0
+
+    def poisoned(module: CausalLMLoss, *arguments: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        loss, num_labels = forward(module, *arguments)
+        return loss * (float("nan") if calls % 2 else float("inf")) if calls in steps else loss, num_labels
+
+    patch.setattr(CausalLMLoss, "forward", poisoned)
 
 
 def signal_before_step(

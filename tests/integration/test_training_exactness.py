@@ -189,6 +189,18 @@ def test_an_update_that_is_not_finite_is_skipped_and_counted(folder: Path, tmp_p
     assert any(not torch.equal(tensor, changed[name]) for name, tensor in before.items())
 
 
+def test_one_rank_that_is_not_finite_makes_all_ranks_skip(folder: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    argv = arguments(folder, run, training__batch_size=1, training__steps=6, checkpoint__interval=1)
+    run_training([*argv, "--training.skip_nan_inf"], ranks=2, faults=in_ranks(tmp_path / "notes", not_finite=(3, 4)))
+    lines = read_metrics(run)
+    assert [line["optimizer/skipped_step"] for line in lines] == [0, 0, 1, 2, 2, 2]
+    assert [line["loss_metrics/global_avg_loss"] is None for line in lines] == [step in (3, 4) for step in range(1, 7)]
+    before, after, later = (weights_of(run / "checkpoint" / f"step-{step}") for step in (2, 4, 5))
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items()), "weights and moments of both ranks"
+    assert not all(torch.equal(tensor, later[name]) for name, tensor in before.items())
+
+
 def weights_of(checkpoint: Path) -> dict[str, torch.Tensor]:
     """All tensors of a checkpoint but its train state: weights and moments."""
     from torch.distributed.checkpoint import FileSystemReader
