@@ -71,7 +71,7 @@ def test_how_it_was_made(tmp_path: Path, capsys: pytest.CaptureFixture[str], mon
         rejects={"null": 2, "empty": 12},
         engine={"name": "hf", "version": "1.2", "redone_tasks": 3},
         inputs={"num_files": 2, "num_bytes": 12345, "repaired": {}},
-        options={"seed": 42, "dataset": ["raw/é.parquet"], "where": None, "keep_columns": {}, "long": "x" * 60},
+        options={"seed": 42, "dataset": ["raw/é.parquet"], "where": None, "keep_columns": {}, "long": "x" * 56},
         built={"flame_version": "0.1", "time": "2026-01-01T00:00:00Z", "host": None},
     )
     write_manifest(tmp_path, manifest)
@@ -80,7 +80,7 @@ def test_how_it_was_made(tmp_path: Path, capsys: pytest.CaptureFixture[str], mon
     assert '  inputs       2 files, 12,345 bytes, dataset ["raw/é.parquet"]\n' in out
     assert "  engine       hf 1.2, 3 tasks done again with the reference\n" in out
     assert "  rejects      14 of 14 read (100.00%), empty 12, null 2\n" in out
-    assert f"  options      seed 42,\n               long {'x' * 60}\n" in out
+    assert f"  options      seed 42,\n               long {'x' * 56}\n" in out
     assert "  built        flame_version 0.1, time 2026-01-01T00:00:00Z\n" in out
     assert "where" not in out and "keep_columns" not in out and "samples" not in out
     row = next(line for line in out.splitlines() if line.startswith("  train"))
