@@ -66,8 +66,8 @@ def status(run: Path) -> dict[str, object]:
 
 @pytest.mark.parametrize(
     ("ranks", "number"),
-    [(1, signal.SIGTERM), (1, signal.SIGUSR1), (2, signal.SIGTERM)],
-    ids=["TERM", "USR1", "launcher"],
+    [(1, signal.SIGTERM), (2, signal.SIGUSR1)],
+    ids=["TERM", "USR1 to the launcher"],
 )
 def test_a_signal_saves_and_a_restart_goes_on(
     folder: Path, straight: Path, tmp_path: Path, ranks: int, number: signal.Signals
