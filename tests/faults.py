@@ -24,10 +24,16 @@ if "RANK" in os.environ:
 
 
 def in_ranks(
-    folder: Path, *, stop_before: int | None = None, hold_saves: bool = False, not_finite: Sequence[int] = ()
+    folder: Path,
+    *,
+    hold_start: bool = False,
+    stop_before: int | None = None,
+    hold_saves: bool = False,
+    not_finite: Sequence[int] = (),
 ) -> dict[str, str]:
     """The environment of ranks that write what they do into `folder`.
 
+    `hold_start`: each rank waits, before it imports anything, until somebody opens `rank-N.fifo` for writing.
     `stop_before`: the last rank sends itself SIGTERM when it takes the batch of that step. `hold_saves`: before its
     part of a checkpoint, each rank makes `rank-N.saving` and waits until somebody opens `rank-N.fifo` for writing.
     `not_finite`: the steps in which the last rank's loss is NaN (odd steps) or infinite.
@@ -37,17 +43,26 @@ def in_ranks(
     site = folder / "site"
     site.mkdir(parents=True)
     (site / "sitecustomize.py").write_text(_SITE)
-    plan = {"folder": str(folder), "stop_before": stop_before, "hold_saves": hold_saves, "not_finite": [*not_finite]}
+    plan = {
+        "folder": str(folder),
+        "hold_start": hold_start,
+        "stop_before": stop_before,
+        "hold_saves": hold_saves,
+        "not_finite": [*not_finite],
+    }
     return {"PYTHONPATH": f"{site}:{PROJECT}", "FLAME_FAULTS": json.dumps(plan)}
 
 
 def install(plan_json: str) -> None:
     """Run inside a rank, before anything else."""
-    from flame.train import checkpoint
-
     plan = json.loads(plan_json)
     folder, rank = Path(plan["folder"]), int(os.environ["RANK"])
     (folder / f"rank-{rank}.pid").write_text(str(os.getpid()))
+    if plan["hold_start"]:
+        with open(folder / f"rank-{rank}.fifo"):
+            return
+    from flame.train import checkpoint
+
     patch = pytest.MonkeyPatch()
     note_samples(patch, folder / f"rank-{rank}.samples")
     if rank == int(os.environ["WORLD_SIZE"]) - 1:
@@ -112,6 +127,13 @@ def signal_before_step(
         return batch
 
     patch.setattr(StepLoader, "__next__", signalled)
+
+
+def is_held(pid: int, number: signal.Signals) -> bool:
+    """Whether a signal to a process waits to be taken, as the kernel tells it."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    pending = (int(line.split()[1], 16) for line in lines if line.startswith(("SigPnd:", "ShdPnd:")))
+    return any(mask >> (number - 1) & 1 for mask in pending)
 
 
 def samples_trained(*paths: Path) -> list[list[int]]:

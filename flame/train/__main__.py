@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from flame.program import guarded, help_text, take_debug
 from flame.train.config import TrainConfig, parse_train_config
 from flame.train.moved import refuse_dataset_name
+from flame.train.signals import stop_signals_held
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -18,9 +19,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(help_text(TrainConfig, usage="flame-train [--section.option value …]", description=__doc__ or ""))
         return 0
     rank = os.environ.get("RANK", "0")
-    return guarded(
-        lambda: _train(words), debug=debug, program="flame-train" if rank == "0" else f"flame-train, rank {rank}"
-    )
+    with stop_signals_held():
+        return guarded(
+            lambda: _train(words),
+            debug=debug,
+            program="flame-train" if rank == "0" else f"flame-train, rank {rank}",
+        )
 
 
 def _train(words: Sequence[str]) -> int:

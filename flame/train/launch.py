@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from types import FrameType
 
 from flame.errors import TrainingError, UsageError
-from flame.train.signals import EXIT_PREEMPTED
+from flame.train.signals import EXIT_PREEMPTED, hold_stop_signals
 
 FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 STOP_GRACE_SECONDS = 30.0
@@ -135,9 +135,10 @@ def _start_rank(plan: LaunchPlan, local_rank: int, port: int, argv: Sequence[str
     libc = ctypes.CDLL(None, use_errno=True)
     launcher = os.getpid()
 
-    def die_with_launcher() -> None:
+    def before_exec() -> None:
         # A launcher killed by SIGKILL forwards nothing: the kernel then ends its ranks.
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        hold_stop_signals()  # a rank that only starts is not killed by one: it stops, with 75, once it can
         if os.getppid() != launcher:
             os._exit(1)
 
@@ -147,7 +148,7 @@ def _start_rank(plan: LaunchPlan, local_rank: int, port: int, argv: Sequence[str
         [sys.executable, "-m", "flame.train", *argv],
         env={"OMP_NUM_THREADS": threads, **os.environ, **plan.environment(local_rank, port)},
         start_new_session=True,
-        preexec_fn=die_with_launcher,
+        preexec_fn=before_exec,
     )
 
 

@@ -18,7 +18,7 @@ import pytest
 from flame.train import checkpoint, loop
 from flame.train.__main__ import main
 from flame.train.checkpoint_files import find_damage
-from tests.faults import in_ranks, samples_trained, signal_before_step
+from tests.faults import in_ranks, is_held, samples_trained, signal_before_step
 from tests.runs import PROJECT, arguments, losses_and_norms, make_training_folder, run_training
 
 STEPS = 60
@@ -188,6 +188,25 @@ def until(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None
     while not condition():
         assert process.poll() is None and time.monotonic() < deadline, "it did not come"
         time.sleep(0.01)
+
+
+def test_a_signal_to_ranks_that_only_start_is_answered_before_step_1(folder: Path, tmp_path: Path) -> None:
+    run, notes = tmp_path / "run", tmp_path / "notes"
+    faults = in_ranks(notes, hold_start=True)
+    for rank in (0, 1):
+        os.mkfifo(notes / f"rank-{rank}.fifo")
+    argv = arguments(folder, run, training__batch_size=1, training__steps=STEPS)
+    process = start(argv, ranks=2, faults=faults)
+    pids = [notes / "rank-0.pid", notes / "rank-1.pid"]
+    until(lambda: all(pid.exists() and pid.read_text() for pid in pids), process)
+    process.send_signal(signal.SIGTERM)  # the ranks have not imported anything yet
+    until(lambda: all(is_held(int(pid.read_text()), signal.SIGTERM) for pid in pids), process)
+    for rank in (0, 1):
+        (notes / f"rank-{rank}.fifo").write_text("go on")
+    _, log = process.communicate(timeout=120)
+    assert process.returncode == 75, log
+    told = status(run)
+    assert (told["state"], told["step"], told["reason"]) == ("preempted", 0, "SIGTERM")
 
 
 def test_ctrl_c_stops_at_once_without_a_save(folder: Path, tmp_path: Path) -> None:
