@@ -14,12 +14,15 @@ class ConvertOptions:
     """The options of one conversion."""
 
     from_: str = option(
-        choices=("flame-v0",),
+        choices=("flame-v0", "megatron", "datatrove"),
         metavar="FORMAT",
         help="what wrote the token files: flame-v0 is the predecessor's preprocessing, a folder of `datasets`' "
-        "save_to_disk with a document's input_ids a row",
+        "save_to_disk with a document's input_ids a row; megatron is Megatron-LM's and megatron-core's, NAME.bin and "
+        "NAME.idx; datatrove is that of its DocumentTokenizer and merger, NAME.ds and NAME.ds.index",
     )
-    input: Path = option(help="folder to convert")
+    input: Path = option(
+        help="folder to convert; of megatron and datatrove also one file, or its name without the ending"
+    )
     tokenizer: Path = option(
         help="the tokenizer that made the ids: folder with a tokenizer.json (and tokenizer_config.json), or such a file"
     )

@@ -182,7 +182,7 @@ def _check_ids(rows: TokenRows, num_ids: int) -> None:
     place = int(np.flatnonzero((rows.ids < 0) | (rows.ids >= num_ids))[0])
     raise InputError(
         "a token id is not one of the tokenizer's",
-        where=f"{rows.path}, row {_row_of(rows, rows.lengths, place)}",
+        where=f"{rows.path}, {rows.noun} {_row_of(rows, rows.lengths, place)}",
         got=f"id {rows.ids[place]}",
         expected=f"0 to {num_ids - 1}",
         fix="Name the tokenizer that made these ids in --tokenizer",
@@ -223,9 +223,9 @@ def _refuse_inner_eos(rows: TokenRows, ids: NDArray[np.uint32], lengths: NDArray
         return
     row = _row_of(rows, lengths, int(inner[0]))
     raise InputError(
-        "a row holds the EOS token before its end, so it is not one document",
-        where=f"{rows.path}, row {row}",
+        f"a {rows.noun} holds the EOS token before its end, so it is not one text",
+        where=f"{rows.path}, {rows.noun} {row}",
         got=f"EOS {eos_id} at {int(inner[0] - (np.cumsum(lengths) - lengths)[row - rows.first_row])}",
-        fix="If the rows are windows of several documents, build the corpus from the text: where a document was cut is "
+        fix=f"If the {rows.noun}s are windows of several texts, build the corpus from the text: where one was cut is "
         "not to be seen. If the text itself was tokenized with its special tokens parsed, add --parse_special",
     )

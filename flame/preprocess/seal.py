@@ -58,7 +58,7 @@ def seal(
         raise InputError(
             "there is no document to write: the corpus would be empty",
             got=", ".join(f"{number} {reason}" for reason, number in sorted(rejects.items())) or "no rows",
-            fix="Check the inputs and --text_column",
+            fix="Check the inputs" + (" and --text_column" if "text_column" in options else ""),
         )
     manifest = Manifest(
         tokenizer=tokenizer,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from flame.preprocess.plan import InputFile, Piece
 from flame.preprocess.readers.columns import Columns
-from flame.preprocess.sources import flame_v0
+from flame.preprocess.sources import datatrove, flame_v0, megatron
 from flame.preprocess.sources.rows import TokenRows
 
 
@@ -20,4 +20,8 @@ class Source:
     read: Callable[[Piece, Columns], Iterator[TokenRows]]
 
 
-SOURCES: dict[str, Source] = {flame_v0.FORMAT: Source(find=flame_v0.find_files, read=flame_v0.read_rows)}
+SOURCES: dict[str, Source] = {
+    flame_v0.FORMAT: Source(find=flame_v0.find_files, read=flame_v0.read_rows),
+    megatron.FORMAT: Source(find=megatron.find, read=megatron.read),
+    datatrove.FORMAT: Source(find=datatrove.find, read=datatrove.read),
+}

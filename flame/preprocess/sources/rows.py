@@ -14,7 +14,8 @@ class TokenRows:
     """Some consecutive rows of one file, a document each.
 
     `ids` are those of all rows, of any integer type, and `lengths` (int64) sum to them; a row that is `null` has none.
-    `kept` are the kept columns or None; `progress_bytes` is what the rows count for in their piece's `num_bytes`.
+    `kept` are the kept columns or None; `progress_bytes` is what the rows count for in their piece's `num_bytes`;
+    errors call a row by `noun`.
     """
 
     path: str
@@ -24,3 +25,4 @@ class TokenRows:
     null: NDArray[np.bool_]
     kept: pa.Table | None
     progress_bytes: int
+    noun: str = "row"
