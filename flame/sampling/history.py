@@ -1,8 +1,10 @@
-"""Which samples a step of a run took: read from the run folder's record of its starts, without training code."""
+"""Which samples a step of a run took: read from the run folder's own records, without training code."""
 
 from __future__ import annotations
 
 import json
+import os
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -15,6 +17,10 @@ from flame.errors import FlameError, UsageError
 from flame.sampling.mixture import Mixture, read_mixture
 
 SEGMENTS = "segments.jsonl"
+CONFIG = "config.toml"
+STATUS = "status.json"
+METRICS = "metrics.jsonl"
+_TAIL_BYTES = 2**16  # of metrics.jsonl: some lines
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,19 +61,123 @@ def mixture_name(fingerprint: str) -> str:
 
 
 def read_segments(run: Path) -> list[Segment]:
-    """Read a run's starts, in order. Raises `UsageError` where the folder holds no run."""
+    """Read a run's starts, in order. Raises `UsageError` where the folder holds no run, `FlameError` for damage."""
     path = run / SEGMENTS
     if not path.is_file():
         raise UsageError("the folder holds no run", got=run, expected=f"a run folder, with its {SEGMENTS}")
-    whole = path.read_bytes().split(b"\n")[:-1]  # a line that a crash cut short ends without a newline
+    segments = []
+    for number, value in enumerate(read_starts(path), start=1):
+        try:
+            segments.append(_segment(value))
+        except (KeyError, ValueError) as error:
+            raise _not_understood(path, number, error) from error
+    return segments
+
+
+def read_starts(path: Path) -> list[dict[str, Any]]:
+    """Return the objects of a segments.jsonl, in order, without a last line that a crash cut short.
+
+    Raises `FlameError`, naming the line, for any other line that is no JSON object.
+    """
+    *whole, last = path.read_bytes().split(b"\n")
+    starts = []
+    for number, line in enumerate(whole, start=1):
+        if line.strip():
+            try:
+                starts.append(_object(line))
+            except ValueError as error:
+                raise _not_understood(path, number, error) from error
+    if is_whole_line(last):
+        starts.append(_object(last))
+    return starts
+
+
+def is_whole_line(line: bytes) -> bool:
+    """Tell whether a line without its newline is all there: an object that was cut short has no closing brace."""
     try:
-        return [_segment(json.loads(line)) for line in whole]
-    except (ValueError, KeyError, TypeError) as error:
-        raise FlameError(f"the record of the run's starts cannot be understood: {error!r}", where=path) from error
+        return bool(_object(line))
+    except ValueError:
+        return False
+
+
+def _object(line: bytes) -> dict[str, Any]:
+    value = json.loads(line)
+    if not isinstance(value, dict):
+        raise ValueError("it is no JSON object")
+    return value
+
+
+def _not_understood(path: Path, number: int, error: Exception) -> FlameError:
+    detail = f"it has no {error}" if isinstance(error, KeyError) else str(error)
+    return FlameError(
+        f"the record of the run's starts cannot be understood: {detail}",
+        where=f"{path}, line {number}",
+        fix="Restore the file from a copy, or delete this line: the steps of that start can then not be traced",
+    )
 
 
 def _segment(value: Mapping[str, Any]) -> Segment:
-    return Segment(**{field.name: value[field.name] for field in fields(Segment)})
+    segment = Segment(**{field.name: value[field.name] for field in fields(Segment)})
+    for field in fields(Segment):
+        given = getattr(segment, field.name)
+        least = 0 if field.name in ("step", "consumed_samples", "data_segment", "data_seed") else 1
+        if field.name == "mixture_fingerprint":
+            if not isinstance(given, str) or "/" in given:
+                raise ValueError(f"{field.name} is {given!r}")
+        elif type(given) is not int or given < least:
+            raise ValueError(f"{field.name} is {given!r}")
+    rows, left = segment.micro_batch * segment.accumulation * segment.dp_size, segment.seq_len % segment.window_len
+    if left or segment.samples_per_step != rows * (segment.seq_len // segment.window_len):
+        raise ValueError(f"samples_per_step is {segment.samples_per_step}, which batch, ranks and lengths do not give")
+    return segment
+
+
+def check_taken(run: Path, step: int) -> None:
+    """Raise `FlameError` for a step that the run's records end before: nothing is told of what no rank saw.
+
+    Not every step is logged: a run that has not ended well may have come up to the next one that would be.
+    """
+    status = _read_object(run / STATUS)
+    last = max(_last_logged(run), _number(status, "step"))
+    unlogged = 0 if status.get("state") in ("finished", "preempted") else _log_freq(run)
+    if step > last + unlogged:
+        raise FlameError(
+            "the run has not taken this step",
+            where=run,
+            got=step,
+            expected=f"1 to {last}",
+            fix="What is still to come is listed by: flame-mix samples",
+        )
+
+
+def _last_logged(run: Path) -> int:
+    """Return the last step of metrics.jsonl, 0 where there is none."""
+    path = run / METRICS
+    if not path.is_file():
+        return 0
+    with open(path, "rb") as file:
+        file.seek(max(0, path.stat().st_size - _TAIL_BYTES), os.SEEK_SET)
+        lines = file.read().split(b"\n")
+    return max((_number(_object(line), "step") for line in lines if is_whole_line(line)), default=0)
+
+
+def _log_freq(run: Path) -> int:
+    try:
+        return _number(tomllib.loads((run / CONFIG).read_text("utf-8")).get("metrics", {}), "log_freq")
+    except (OSError, ValueError, AttributeError):
+        return 0
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        return _object(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+
+
+def _number(value: Mapping[str, Any], name: str) -> int:
+    found = value.get(name)
+    return found if isinstance(found, int) else 0
 
 
 def segment_of_step(segments: list[Segment], step: int) -> Segment:
@@ -76,11 +186,30 @@ def segment_of_step(segments: list[Segment], step: int) -> Segment:
         raise UsageError("steps are numbered from 1", got=step)
     taken = [segment for segment in segments if segment.step < step]
     if not taken:
-        raise UsageError("the run never took this step", got=step)
+        raise FlameError(
+            f"the run's record, {SEGMENTS}, does not say how this step was taken",
+            got=step,
+            expected=f"steps after {min(segment.step for segment in segments)}" if segments else None,
+        )
     return taken[-1]
 
 
 def mixture_of_segment(run: Path, segment: Segment, overrides: Mapping[str, Path]) -> Mixture:
-    """Return the mixture that a segment drew from, in the order of its data segment."""
-    mixture = read_mixture(run / mixture_name(segment.mixture_fingerprint), overrides=overrides)
+    """Return the mixture that a segment drew from, in the order of its data segment.
+
+    Raises `FlameError` where the manifest that the run folder keeps of it is lost or was edited.
+    """
+    path = run / mixture_name(segment.mixture_fingerprint)
+    fix = "Restore it from a copy; a run that goes on with the same data writes it anew"
+    if not path.is_file():
+        raise FlameError("the run folder has lost the mixture that the step was drawn from", where=path, fix=fix)
+    mixture = read_mixture(path, overrides=overrides)
+    if mixture.fingerprint != segment.mixture_fingerprint:
+        raise FlameError(
+            "the run folder's mixture manifest was changed: the run drew from another",
+            where=path,
+            got=mixture.fingerprint,
+            expected=segment.mixture_fingerprint,
+            fix=fix,
+        )
     return replace(mixture, data_seed=segment.data_seed)

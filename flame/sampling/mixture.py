@@ -369,6 +369,12 @@ def open_mixture(mixture: Mixture) -> list[Split]:
 
 def open_source(source: Source) -> Split:
     """Open one source's split; `MixtureError` unless it is what was mixed."""
+    if not source.corpus.exists():
+        raise UsageError(
+            f"there is no such corpus folder, of source {source.name!r}",
+            got=source.corpus,
+            fix=f"Check the path; a corpus that was moved is shown to flame-mix by --source {source.name}=PATH",
+        )
     corpus = Corpus.open(source.corpus)
     if corpus.fingerprint != source.fingerprint:
         raise MixtureError(

@@ -13,7 +13,7 @@ import numpy as np
 
 from flame.config import option, parse_count
 from flame.errors import UsageError
-from flame.sampling.history import mixture_of_segment, read_segments, segment_of_step
+from flame.sampling.history import check_taken, mixture_of_segment, read_segments, segment_of_step
 from flame.sampling.mixture import Mixture, open_mixture, read_mixture
 from flame.sampling.sampler import MAX_SAMPLES, Sampler
 from flame.sampling.show import parse_override
@@ -112,9 +112,11 @@ def trace_step(
 ) -> Iterator[dict[str, Any]]:
     """Yield the objects of `trace_samples` for what a step of a run took, each with its rank, micro-step and row in it.
 
-    In the order of the global batch. Raises `UsageError` for a folder without a run, and a rank that it did not have.
+    In the order of the global batch. Raises `UsageError` for a folder without a run, and a rank that it did not have,
+    `FlameError` for a step that it has not taken.
     """
     segment = segment_of_step(read_segments(run), step)
+    check_taken(run, step)
     if rank is not None and not 0 <= rank < segment.dp_size:
         raise UsageError(
             "the run had no such rank", got=rank, expected=f"0 to {segment.dp_size - 1}", where=f"{run}, step {step}"

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from flame.errors import TrainingError
 from flame.files import exclusive_lock
+from flame.sampling.history import METRICS
 from flame.train.checkpoint import TrainState, save_checkpoint
 from flame.train.checkpoint_files import retain_latest
 from flame.train.config import TrainConfig, flatten, to_toml
@@ -34,7 +35,7 @@ from flame.train.metrics import IntervalClock, MetricsFile, StepMetrics, console
 from flame.train.model import CausalLMLoss
 from flame.train.optimizer import apply_hyperparameters, clip_and_scale
 from flame.train.parallelize import reshard
-from flame.train.run import METRICS, write_status
+from flame.train.run import write_status
 from flame.train.schedule import lr_factor
 from flame.train.setup import Run, prepare
 from flame.train.signals import EXIT_PREEMPTED, StopRequest

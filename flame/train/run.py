@@ -27,15 +27,21 @@ from typing import Any, Literal
 
 from flame.errors import FlameError, TrainingError
 from flame.files import append_line, canonical_json, write_bytes, write_json, write_text
-from flame.sampling.history import SEGMENTS, Segment, mixture_name
+from flame.sampling.history import (
+    CONFIG,
+    METRICS,
+    SEGMENTS,
+    STATUS,
+    Segment,
+    is_whole_line,
+    mixture_name,
+    read_starts,
+)
 from flame.sampling.mixture import Mixture
 from flame.train.distributed import World, broadcast_from_main, raise_together
 from flame.train.log import log
 
 State = Literal["running", "preempted", "finished", "failed"]
-CONFIG = "config.toml"
-STATUS = "status.json"
-METRICS = "metrics.jsonl"
 ABANDONED_METRICS = "metrics.abandoned.jsonl"
 
 # Options that say how a run is watched and described, not what it computes.
@@ -128,8 +134,11 @@ def keep_mixture(run: Path, mixture: Mixture) -> Path:
 
 def append_segment(run: Path, segment: Segment, argv: Sequence[str]) -> SegmentEntry:
     """Add this process start to segments.jsonl; the run's id is that of its first segment, made there."""
-    earlier = [json.loads(line) for line in _whole_lines(run / SEGMENTS)]
-    entry = SegmentEntry(number=len(earlier), run_id=earlier[0]["run_id"] if earlier else _new_id())
+    path = run / SEGMENTS
+    earlier = read_starts(path) if path.is_file() else []
+    _mend_last_line(path)
+    ids = [start["run_id"] for start in earlier if isinstance(start.get("run_id"), str)]
+    entry = SegmentEntry(number=len(earlier), run_id=ids[0] if ids else _new_id())
     line = {
         "time": _now(),
         "run_id": entry.run_id,
@@ -138,7 +147,7 @@ def append_segment(run: Path, segment: Segment, argv: Sequence[str]) -> SegmentE
         "versions": _versions(),
         "host": socket.gethostname(),
     }
-    append_line(run / SEGMENTS, json.dumps(line, ensure_ascii=False), durable=True)
+    append_line(path, json.dumps(line, ensure_ascii=False), durable=True)
     return entry
 
 
@@ -163,12 +172,12 @@ def write_status(
 
 
 def read_status(run: Path) -> dict[str, Any]:
-    """Return status.json, or {} where there is none."""
+    """Return status.json, or {} where there is none that can be understood."""
     try:
-        value: dict[str, Any] = json.loads((run / STATUS).read_bytes())
-    except (FileNotFoundError, ValueError):
+        value = json.loads((run / STATUS).read_bytes())
+    except (OSError, ValueError):
         return {}
-    return value
+    return value if isinstance(value, dict) else {}
 
 
 def abandon_metrics(run: Path, step: int) -> int:
@@ -224,15 +233,12 @@ def check_shared_folder(run: Path, world: World) -> None:
             found.unlink(missing_ok=True)
 
 
-def _whole_lines(path: Path) -> list[str]:
-    """Return the lines of a JSONL file, without a torn last one (which it also cuts off the file)."""
-    if not path.is_file():
-        return []
-    data = path.read_bytes()
-    whole = data[: data.rfind(b"\n") + 1]
-    if whole != data:
-        write_bytes(path, whole)
-    return whole.decode("utf-8").splitlines()
+def _mend_last_line(path: Path) -> None:
+    """End the last line of a JSONL file with the newline that it lacks, or cut it off where it is torn."""
+    data = path.read_bytes() if path.is_file() else b""
+    start = data.rfind(b"\n") + 1
+    if start < len(data):
+        write_bytes(path, data + b"\n" if is_whole_line(data[start:]) else data[:start])
 
 
 def _relative(path: Path, run: Path) -> str:
