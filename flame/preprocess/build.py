@@ -80,7 +80,14 @@ def build(options: BuildOptions) -> int:
     """
     started = time.monotonic()
     require_installed(options.engine)
-    found = find_inputs(options.dataset, data_dir=options.data_dir, data_files=options.data_files)
+    found = find_inputs(
+        options.dataset,
+        data_dir=options.data_dir,
+        data_files=options.data_files,
+        name=options.dataset_name,
+        split=options.dataset_split,
+        revision=options.dataset_revision,
+    )
     tokenizer = read_tokenizer(
         options.tokenizer, eos_token=options.eos_token, bos=options.bos, parse_special=options.parse_special
     )
@@ -122,7 +129,7 @@ def build(options: BuildOptions) -> int:
 
 def _input_bytes_at_most(options: BuildOptions, found: Sequence[FoundFile]) -> int:
     """Return about how much will be read, before anything is: sizes on disk, and what limits them."""
-    sizes = sum((3 if file.compression else 1) * Path(file.path).stat().st_size for file in found)
+    sizes = sum((3 if file.compression else 1) * file.size_bytes for file in found)
     limits = [sizes, options.limit_bytes, None if options.limit_documents is None else 4096 * options.limit_documents]
     return min(limit for limit in limits if limit is not None)
 
@@ -163,7 +170,8 @@ def make_plan(options: BuildOptions, found: Sequence[FoundFile], tokenizer: Toke
 
 
 def _input_entry(file: InputFile) -> dict[str, Any]:
-    return {"path": file.path, "size": file.size_bytes, "mtime_ns": file.mtime_ns, "rows": file.num_rows}
+    entry = {"path": file.path, "size": file.size_bytes, "mtime_ns": file.mtime_ns, "rows": file.num_rows}
+    return entry if file.etag is None else entry | {"etag": file.etag}
 
 
 def _say_finished(corpus: Path, plan: Plan) -> int:

@@ -19,10 +19,11 @@ class BuildOptions:
     """The options of one build."""
 
     dataset: tuple[str, ...] = option(
-        help="files, patterns or folders to read, in this order (several: repeat the option or separate by commas); a "
-        "folder is read with its subfolders in natural order (part-2 before part-10). Parquet, and jsonl and txt "
-        "(one document a line) plain or as .gz or .zst. In a folder, names that begin with . or _, *.md, README*, "
-        "LICENSE* and `datasets`' own notes are passed over; any other file that is no text is refused",
+        help="files, patterns, folders, s3:// gs:// hf:// https:// addresses or hub datasets (org/name) to read, in "
+        "this order (several: repeat the option, separate by commas, or name a file that lists them as @FILE). "
+        "Parquet, arrow, feather; jsonl, txt (one document a line), csv and tsv plain or as .gz or .zst; folders that "
+        "`datasets` saved. A folder is read with its subfolders in natural order (part-2 before part-10): hidden "
+        "files and notes are passed over and told, any other file that is no text is refused (docs/inputs.md)",
         metavar="PATH",
         repeat=True,
     )
@@ -31,8 +32,13 @@ class BuildOptions:
 
     data_dir: str | None = option(None, help="folder inside the dataset to read", metavar="DIR")
     data_files: tuple[str, ...] = option((), help="patterns inside the dataset to read, comma separated")
-    dataset_name: str | None = option(None, help="configuration of a hub dataset: not available yet")
-    dataset_split: str | None = option(None, help="split of a dataset: files are `train`; others not available yet")
+    dataset_name: str | None = option(None, help="configuration of a hub dataset, such as sample-10BT")
+    dataset_split: str | None = option(
+        None, help="split of a hub dataset (default train) or of a folder that `datasets` saved with several"
+    )
+    dataset_revision: str | None = option(
+        None, help="branch, tag or commit of a hub dataset; default its main branch", aliases=("revision",)
+    )
     text_column: str | None = option(
         None, help="column or key of the text, a.b for a nested one; default text, then content", metavar="NAME"
     )
@@ -136,8 +142,6 @@ class BuildOptions:
             "seal": (self.seal, "A build of --executor local seals by itself"),
             "dedup": (self.dedup, "Drop copies before building"),
             "where": (self.where is not None, "Filter the files before building"),
-            "dataset_name": (self.dataset_name is not None, _DOWNLOAD),
-            "dataset_split": (self.dataset_split not in (None, "train"), _DOWNLOAD),
         }
         for name, (asked, fix) in absent.items():
             if asked:
@@ -155,6 +159,3 @@ class BuildOptions:
     def text_columns(self) -> tuple[str, ...]:
         """The names to look for, in order."""
         return ("text", "content") if self.text_column is None else (self.text_column,)
-
-
-_DOWNLOAD = "Download the dataset's files and name their folder or a pattern in --dataset"

@@ -10,13 +10,35 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flame.errors import UsageError
+from flame.preprocess.progress import log
+from flame.preprocess.saved import SAVED_NOTES, SPLITS, STATE, chosen_split, saved_files, split_names
+from flame.preprocess.storage import FileState, state_of
 
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
-FORMATS = {".parquet": "parquet", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".txt": "txt"}
-LATER = {".arrow": "arrow", ".csv": "csv", ".tsv": "tsv", ".bz2": "bzip2", ".xz": "xz", ".tar": "tar", ".zip": "zip"}
-_METADATA_NAME = re.compile(r"\..*|_.*|.*\.md|readme.*|licen[sc]e.*|dataset_infos?\.json|state\.json", re.IGNORECASE)
-_READABLE = ".parquet, .jsonl, .txt (the last two also as .gz and .zst)"
-_GENERIC_LOADERS = {"parquet", "json", "text"}
+# These compress within themselves, and are not read from .gz or .zst.
+COLUMNAR_FORMATS = {
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".arrows": "arrow",
+    ".feather": "arrow",
+    ".ipc": "arrow",
+}
+FORMATS = COLUMNAR_FORMATS | {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "jsonl",
+    ".txt": "txt",
+    ".csv": "csv",
+    ".tsv": "tsv",
+}
+LATER = {".bz2": "bzip2", ".xz": "xz", ".tar": "tar", ".zip": "zip"}
+_METADATA_NAME = re.compile(
+    r"\..*|_.*|.*\.(md|lock|crc)|readme.*|licen[sc]e.*|(sha256|md5|check)sums?(\.txt)?"
+    r"|dataset_infos?\.json|dataset_dict\.json|state\.json",
+    re.IGNORECASE,
+)
+_READABLE = ".parquet, .arrow, .feather, or .jsonl, .txt, .csv, .tsv (these also as .gz and .zst)"
+_GENERIC_LOADERS = {"parquet", "arrow", "json", "csv", "text"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,16 +48,46 @@ class FoundFile:
     path: str
     format: str
     compression: str | None
+    state: FileState
+
+    @property
+    def size_bytes(self) -> int:
+        return self.state.size_bytes
 
 
-def find_inputs(datasets: Sequence[str], *, data_dir: str | None, data_files: Sequence[str]) -> list[FoundFile]:
+def find_inputs(
+    datasets: Sequence[str],
+    *,
+    data_dir: str | None,
+    data_files: Sequence[str],
+    name: str | None = None,
+    split: str | None = None,
+    revision: str | None = None,
+) -> list[FoundFile]:
     """Return the files that the arguments name: arguments in their order, the files of each in natural order.
 
-    `UsageError` for what is absent, what is named twice, and what no reader knows.
+    `UsageError` for what is absent, what is named twice, and what no reader knows. Notes and hidden files are passed
+    over, and told in one line.
     """
+    passed_over: list[str] = []
     files: list[FoundFile] = []
     for dataset in _separated(datasets):
-        files += [classify(path) for path in _files_of(dataset, data_dir, data_files)]
+        files += [classify(path) for path in _files_of(dataset, data_dir, data_files, split, passed_over)]
+    if name is not None or revision is not None:
+        raise UsageError(
+            "--dataset_name and --dataset_revision choose from a hub dataset: these are files",
+            got=", ".join(datasets),
+            fix="Leave them away",
+        )
+    _refuse_twice(files)
+    if not files:
+        raise UsageError("there is no file to read", where=", ".join(datasets), expected=_READABLE)
+    if passed_over:
+        log(f"note: passed over {len(passed_over)} notes and hidden files: {_some(passed_over)}")
+    return files
+
+
+def _refuse_twice(files: Sequence[FoundFile]) -> None:
     seen: dict[str, str] = {}
     for file in files:
         real = os.path.realpath(file.path)
@@ -44,41 +96,67 @@ def find_inputs(datasets: Sequence[str], *, data_dir: str | None, data_files: Se
                 "the same file is named twice", got=f"{seen[real]} and {file.path}", expected="each file once"
             )
         seen[real] = file.path
-    if not files:
-        raise UsageError("there is no file to read", where=", ".join(datasets), expected=_READABLE)
-    return files
 
 
 def _separated(datasets: Sequence[str]) -> Iterator[str]:
     for dataset in datasets:
-        if "," not in dataset or Path(dataset).exists():
+        if dataset.startswith("@") and not Path(dataset).exists():
+            yield from _listed(dataset[1:])
+        elif "," not in dataset or Path(dataset).exists():
             yield dataset
         else:
             yield from (part.strip() for part in dataset.split(",") if part.strip())
 
 
-def _files_of(dataset: str, data_dir: str | None, data_files: Sequence[str]) -> list[str]:
+def _listed(path: str) -> list[str]:
+    """Return the lines of a file of names; blank ones and those that begin with # are none."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        got = error.strerror if isinstance(error, OSError) else "it is no UTF-8 text"
+        raise UsageError(
+            "a list of files cannot be read", where=path, got=got, fix="Name it as --dataset @FILE"
+        ) from error
+    names = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
+    if not names:
+        raise UsageError("a list of files is empty", where=path, expected="a file, folder or pattern a line")
+    return names
+
+
+def _files_of(
+    dataset: str, data_dir: str | None, data_files: Sequence[str], split: str | None, passed_over: list[str]
+) -> list[str]:
     if "://" in dataset:
         raise UsageError(
             f"{dataset} is a remote address: not available yet", fix="Download the files and name their folder"
         )
     generic = dataset in _GENERIC_LOADERS and not Path(dataset).exists() and bool(data_dir or data_files)
     folder = Path(data_dir or "") if generic else Path(dataset, data_dir or "")
+    if (folder / SPLITS).is_file() and not data_files:
+        folder = folder / chosen_split(folder, split)
+    elif split not in (None, "train"):
+        raise UsageError(
+            f"--dataset_split {split}: these files have no splits",
+            where=folder,
+            expected=f"a folder with a {SPLITS}, as `datasets` saves several splits, or the name of a hub dataset",
+            fix="Name the split's files by --data_files or a pattern",
+        )
     patterns = [str(folder / pattern) for pattern in data_files] if data_files else [str(folder)]
-    return sorted((path for pattern in patterns for path in _matches(pattern)), key=natural_key)
+    return sorted((path for pattern in patterns for path in _matches(pattern, passed_over)), key=natural_key)
 
 
-def _matches(pattern: str) -> list[str]:
-    if Path(pattern).exists():
-        found = [pattern]
-    else:
-        found = glob.glob(pattern, recursive=True)  # noqa: PTH207 (absolute patterns too)
-        if not found:
-            raise _absent(pattern)
+def _matches(pattern: str, passed_over: list[str]) -> list[str]:
+    """Return the files of a path or a pattern, in any order."""
+    exists = Path(pattern).exists()
+    found = [pattern] if exists else glob.glob(pattern, recursive=True)  # noqa: PTH207 (absolute patterns too)
+    if not found:
+        raise _absent(pattern)
     paths: set[str] = set()
     for path in found:
         if Path(path).is_dir():
-            paths |= set(_walk(path))
+            paths |= set(_walk(path, passed_over))
+        elif not exists and _METADATA_NAME.fullmatch(Path(path).name):
+            passed_over.append(path)
         else:
             paths.add(os.path.normpath(path))
     return sorted(paths)
@@ -97,25 +175,45 @@ def _absent(pattern: str) -> UsageError:
     )
 
 
-def _walk(folder: str) -> Iterator[str]:
+def _walk(folder: str, passed_over: list[str]) -> Iterator[str]:
+    """Yield the files of a folder and its subfolders; of one that `datasets` saved, those that are its rows."""
     unknown: list[str] = []
-    paths: list[str] = []
     for parent, folders, names in os.walk(folder, followlinks=True, onerror=_unreadable):
-        folders[:] = [name for name in folders if not _METADATA_NAME.fullmatch(name)]
+        passed_over += [f"{Path(parent, name)}/" for name in folders if _METADATA_NAME.fullmatch(name)]
+        folders[:] = sorted(name for name in folders if not _METADATA_NAME.fullmatch(name))
+        rows = saved_files(Path(parent)) if STATE in names else None
+        if SPLITS in names:
+            raise UsageError(
+                "a folder within the dataset holds several splits, and a corpus is made of one",
+                where=parent,
+                got=", ".join(split_names(Path(parent))) or "none",
+                fix="Name the folder of each split to read in --dataset",
+            )
         for name in names:
-            if not _METADATA_NAME.fullmatch(name):
-                (paths if _known(name) else unknown).append(os.path.normpath(Path(parent, name)))
+            path = os.path.normpath(Path(parent, name))
+            if rows is not None and (name.endswith(".arrow") or name in SAVED_NOTES):
+                if name not in SAVED_NOTES and path not in rows:
+                    passed_over.append(path)
+            elif _METADATA_NAME.fullmatch(name):
+                passed_over.append(path)
+            elif _known(name):
+                yield path
+            else:
+                unknown.append(path)
+        yield from rows or ()
     if unknown:
         unknown.sort(key=natural_key)
-        shown = ", ".join(unknown[:3]) + (f" and {len(unknown) - 3} more" if len(unknown) > 3 else "")
         raise UsageError(
-            "the folder holds files that are no text to read",
+            f"the folder holds {len(unknown)} files that no reader knows",
             where=folder,
-            got=shown,
+            got=_some(unknown),
             expected=_READABLE,
             fix=f"Move them away, or name what to read by a pattern such as '{folder}/**/*.parquet'",
         )
-    yield from paths
+
+
+def _some(paths: Sequence[str]) -> str:
+    return ", ".join(paths[:3]) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
 
 
 def _unreadable(error: OSError) -> None:
@@ -133,14 +231,18 @@ def _suffixes(path: str) -> tuple[str, str | None]:
     name = Path(path.lower())
     compression = COMPRESSIONS.get(name.suffix)
     suffix = name.suffix if compression is None else name.with_suffix("").suffix
-    return ("" if compression is not None and suffix == ".parquet" else suffix), compression
+    return ("" if compression is not None and suffix in COLUMNAR_FORMATS else suffix), compression
 
 
-def classify(path: str) -> FoundFile:
-    """Return the reader for a path by its name; `UsageError` where there is none."""
+def classify(path: str, state: FileState | None = None) -> FoundFile:
+    """Return the reader for a path by its name, and the file's state; `UsageError` where there is none."""
     suffix, compression = _suffixes(path)
     if suffix in FORMATS:
-        return FoundFile(path=path, format=FORMATS[suffix], compression=compression)
+        try:
+            state = state or state_of(path)
+        except FileNotFoundError as error:
+            raise UsageError("a link leads to no file", got=path, fix="Mend it, or remove it") from error
+        return FoundFile(path=path, format=FORMATS[suffix], compression=compression, state=state)
     if suffix in LATER:
         raise UsageError(
             f"reading {LATER[suffix]} files is not available yet", got=path, fix="Convert them to parquet or jsonl"

@@ -18,16 +18,18 @@ MIN_TASK_BYTES = 2**20
 MAX_PIECE_BYTES = 2**25
 TASKS_WANTED = 64
 COMPRESSION_RATIO = 3
-LINE_FORMATS = ("jsonl", "txt")  # read by byte ranges; the others by groups of rows: row groups, record batches
+LINE_FORMATS = ("jsonl", "txt")  # read by byte ranges
+WHOLE_FORMATS = ("csv", "tsv")  # no place within is known to begin a row
+STREAM_FORMATS = LINE_FORMATS + WHOLE_FORMATS  # the others are read by groups of rows: row groups, record batches
 
 
 @dataclass(frozen=True, kw_only=True)
 class InputFile:
     """A file as it was when the build was planned.
 
-    `groups` are the (rows, bytes of text) of the file's groups of rows, empty for lines of text. `stop` ends the
-    part that is read: a row, or a byte offset in the decompressed stream; None reads all. A `damaged` file cannot be
-    described: reading it says so, or counts it, as the user chose.
+    `groups` are the (rows, bytes of text) of the file's groups of rows, empty for text. `stop` ends the part that is
+    read: a row, or a byte offset in the decompressed stream; None reads all. A `damaged` file cannot be described:
+    reading it says so, or counts it, as the user chose. `etag` is how a remote store tells versions of a file apart.
     """
 
     path: str
@@ -38,11 +40,12 @@ class InputFile:
     groups: tuple[tuple[int, int], ...] = ()
     stop: int | None = None
     damaged: bool = False
+    etag: str | None = None
 
     @property
     def num_rows(self) -> int | None:
-        """The rows that are read; None where lines are not counted."""
-        if self.format in LINE_FORMATS:
+        """The rows that are read; None where they are not counted."""
+        if self.format in STREAM_FORMATS:
             return None
         rows = sum(rows for rows, _ in self.groups)
         return rows if self.stop is None else min(rows, self.stop)
@@ -50,7 +53,7 @@ class InputFile:
     @property
     def text_bytes(self) -> int:
         """About the bytes of text that are read."""
-        if self.format not in LINE_FORMATS:
+        if self.format not in STREAM_FORMATS:
             return sum(size for _, size in self.groups)
         if self.stop is not None:
             return self.stop
@@ -75,6 +78,7 @@ class Piece:
     num_bytes: int
     first_row: int = 0
     row_limit: int | None = None
+    etag: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,12 +120,12 @@ def target_bytes(total_bytes: int, shard_tokens: int) -> int:
 
 
 def cut_file(file: InputFile, piece_bytes: int) -> list[Piece]:
-    """Return the file's pieces in order: row groups together, byte ranges, or a whole compressed file."""
+    """Return the file's pieces in order: row groups together, byte ranges, or a whole csv or compressed file."""
     if file.damaged:
         return [_piece(file, 0, 0, 0)]
-    if file.format not in LINE_FORMATS:
+    if file.format not in STREAM_FORMATS:
         return _cut_groups(file, piece_bytes)
-    if file.compression is not None:
+    if file.compression is not None or file.format in WHOLE_FORMATS:
         return [_piece(file, 0, file.stop, file.text_bytes)]
     end = file.text_bytes
     starts = range(0, end, piece_bytes)
@@ -155,6 +159,7 @@ def _piece(
         num_bytes=num_bytes,
         first_row=first_row,
         row_limit=row_limit,
+        etag=file.etag,
     )
 
 

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 
 from flame.errors import InputError
 from flame.preprocess.inputs import FoundFile
+from flame.preprocess.limits import limited
 from flame.preprocess.plan import InputFile
 from flame.preprocess.readers.columns import Columns
 from flame.preprocess.readers.lines import MISSING, lookup, parse_object
-from flame.preprocess.readers.parquet import batch_rows, field_of, group_sizes, is_text_type, open_parquet, select
-from flame.preprocess.readers.stream import ByteStream, DamagedStreamError, lines_between, range_stream
+from flame.preprocess.readers.rows import field_of, is_text_type
+from flame.preprocess.readers.stream import ByteStream, DamagedStreamError, lines_between
+from flame.preprocess.readers.tables import TABLES, UNTYPED, Table
 
+SHOWN_COLUMNS = 20
 PROBED_FILES = 100
 PROBED_LINES = 256
 
@@ -33,57 +34,67 @@ def scan_inputs(
 ) -> tuple[tuple[InputFile, ...], Columns]:
     """Return the files as they are now, and the columns to read.
 
-    Cost: a stat a file, the footer of each parquet file, the first lines of some jsonl files; with a limit, one
-    reading of what comes before it. Raises `InputError` where the text's column is absent or holds no text, and for a
-    file that is no parquet unless `on_error` is to skip it.
+    Cost: the footer of each parquet file, the headers within each arrow file, the first row of each csv
+    file, the first lines of some jsonl files; with a limit, one reading of what comes before it. Raises `InputError`
+    where the text's column is absent or holds no text, and for a damaged file unless `on_error` is to skip it.
     """
-    schemas = _schemas([file.path for file in found if file.format == "parquet"], on_error)
-    text = _text_column(found, schemas, text_columns)
-    for path, schema in schemas.items():
-        _check_text_column(path, schema, text)
-    columns = Columns(text=text, kept=_kept_schema(found, schemas, keep_columns))
-    files = (_input_file(file, text, file.format == "parquet" and file.path not in schemas) for file in found)
-    return tuple(_limited(files, columns.text, limit_documents, limit_bytes)), columns
+    text = _text_column(found, text_columns, on_error)
+    kinds: dict[str, dict[str, pa.DataType]] = {name: {} for name in keep_columns}  # by column and file
+    names: dict[str, None] = {}
+    files = [_input_file(file, text, on_error, kinds, names) for file in found]
+    kept = pa.schema([_kept_field(name, kinds[name], list(names), files) for name in keep_columns])
+    return tuple(limited(iter(files), text, limit_documents, limit_bytes)), Columns(text=text, kept=kept)
 
 
-def _schemas(paths: Sequence[str], on_error: str) -> dict[str, pa.Schema]:
-    """Return the schemas by path, without those of damaged files if these are to be skipped."""
-    schemas = {}
-    for path in paths:
-        try:
-            schemas[path] = open_parquet(path).schema_arrow
-        except InputError:
-            if on_error == "fail":
-                raise
-    return schemas
+def _table(file: FoundFile, text_column: str | None, on_error: str) -> Table | None:
+    """Return what the file says of itself, None where it is damaged and to be skipped."""
+    try:
+        return TABLES[file.format](file.path, file.compression, text_column)
+    except InputError:
+        if on_error == "fail":
+            raise
+        return None
 
 
-def _input_file(file: FoundFile, text_column: str, damaged: bool) -> InputFile:
-    status = Path(file.path).stat()
-    described = file.format == "parquet" and not damaged
+def _input_file(
+    file: FoundFile, text_column: str, on_error: str, kinds: dict[str, dict[str, pa.DataType]], names: dict[str, None]
+) -> InputFile:
+    """Return the file as it is now, and add the types of its kept columns to `kinds`, its columns to `names`."""
+    table = _table(file, text_column, on_error) if file.format in TABLES else Table(schema=None)
+    if table is not None and table.schema is not None:
+        _check_text_column(file.path, table.schema, text_column)
+        names |= dict.fromkeys(table.schema.names[:SHOWN_COLUMNS] if len(names) < SHOWN_COLUMNS else ())
+        for name, found in kinds.items():
+            field = field_of(table.schema, name)
+            if field is not None:
+                found.setdefault(file.path, _plain(field.type))
+    if file.format == "jsonl":
+        _refuse_json_document(file)
     return InputFile(
         path=file.path,
         format=file.format,
         compression=file.compression,
-        size_bytes=status.st_size,
-        mtime_ns=status.st_mtime_ns,
-        groups=group_sizes(open_parquet(file.path), text_column) if described else (),
-        damaged=damaged,
+        size_bytes=file.state.size_bytes,
+        mtime_ns=file.state.mtime_ns,
+        etag=file.state.etag,
+        groups=() if table is None else table.groups,
+        damaged=table is None,
     )
 
 
-def _text_column(found: Sequence[FoundFile], schemas: dict[str, pa.Schema], wanted: Sequence[str]) -> str:
-    """Return the one of `wanted` that the first parquet file has, else the first jsonl lines; txt needs none."""
-    jsonl = [file for file in found if file.format == "jsonl"]
-    if schemas:
-        path, schema = next(iter(schemas.items()))
+def _text_column(found: Sequence[FoundFile], wanted: Sequence[str], on_error: str) -> str:
+    """Return the one of `wanted` that the first file with columns has, else the first jsonl lines; txt needs none."""
+    tables = ((file, _table(file, None, on_error)) for file in found if file.format in TABLES)
+    described = ((file, table.schema) for file, table in tables if table is not None and table.schema is not None)
+    first = next(described, None)
+    if first is not None:
+        file, schema = first
         names = [name for name in wanted if field_of(schema, name) is not None]
         if not names:
-            raise _absent(wanted, path, schema.names)
+            raise _absent(wanted, file.path, schema)
         wanted = names[:1]
-    if jsonl:
-        return _probe(jsonl, wanted)
-    return wanted[0]
+    jsonl = [file for file in found if file.format == "jsonl"]
+    return _probe(jsonl, wanted) if jsonl else wanted[0]
 
 
 def _probe(files: Sequence[FoundFile], wanted: Sequence[str]) -> str:
@@ -112,47 +123,80 @@ def _first_objects(file: FoundFile) -> Iterator[dict[str, object]]:
         return
 
 
-def _absent(wanted: Sequence[str], path: str, names: Sequence[str]) -> InputError:
+def _refuse_json_document(file: FoundFile) -> None:
+    """Raise `InputError` for a .json file that is one array or one object over many lines, not an object a line."""
+    if ".json" not in Path(file.path).suffixes:
+        return
+    stream = ByteStream(file.path, file.compression)
+    try:
+        first = next((line for _, line in lines_between(stream, 0, None) if line and not line.isspace()), b"")
+    except DamagedStreamError:
+        return
+    start = first.strip()
+    if not start.startswith(b"[") and start != b"{":
+        return
+    array = start.startswith(b"[")
+    unpack = {"gzip": "gzip -dc ", "zstd": "zstd -dc "}.get(file.compression or "", "cat ")
+    raise InputError(
+        f"a .json file holds {'one array' if array else 'objects over several lines'}, not an object a line",
+        where=file.path,
+        expected='lines such as {"text": "…"}',
+        fix=f"{unpack}{file.path} | jq -c {chr(39) + '.[]' + chr(39) if array else '.'} > NEW.jsonl",
+    )
+
+
+def _absent(wanted: Sequence[str], path: str, columns: pa.Schema | Sequence[str]) -> InputError:
+    shown = _shown_columns(columns) if isinstance(columns, pa.Schema) else ", ".join(list(columns)[:SHOWN_COLUMNS])
     return InputError(
         f"there is no column {' or '.join(map(repr, wanted))}",
         where=path,
-        got="the columns " + ", ".join(list(names)[:20]),
+        got=f"the columns {shown}",
         fix="Name the text's column with --text_column",
     )
+
+
+def _shown_columns(schema: pa.Schema) -> str:
+    """Return the columns for people, those within structs as they are named."""
+    names: list[str] = []
+    for field in schema:
+        inner = [f"{field.name}.{part.name}" for part in field.type] if pa.types.is_struct(field.type) else []
+        names += inner or [field.name]
+    return ", ".join(names[:SHOWN_COLUMNS]) + (f" and {len(names) - SHOWN_COLUMNS} more" * (len(names) > SHOWN_COLUMNS))
 
 
 def _check_text_column(path: str, schema: pa.Schema, text_column: str) -> None:
     field = field_of(schema, text_column)
     if field is None:
-        raise _absent((text_column,), path, schema.names)
+        raise _absent((text_column,), path, schema)
+    if schema.names.count(text_column) > 1:
+        raise InputError(f"several columns are called {text_column!r}", where=path, fix="Give them different names")
     if not is_text_type(field.type):
         raise InputError(
             f"the column {text_column!r} holds no text",
             where=path,
-            got=f"the type {field.type}",
-            expected="strings",
+            got=f"the type {field.type}; the columns {_shown_columns(schema)}",
+            expected="strings, or lists of strings",
             fix="Name the text's column with --text_column",
         )
 
 
-def _kept_schema(found: Sequence[FoundFile], schemas: dict[str, pa.Schema], names: Sequence[str]) -> pa.Schema:
-    """Return one type for each kept column: what the parquet files agree on, string where lines are read too."""
-    only_parquet = all(file.format == "parquet" for file in found)
-    return pa.schema([_kept_field(name, schemas, only_parquet) for name in names])
-
-
-def _kept_field(name: str, schemas: dict[str, pa.Schema], only_parquet: bool) -> pa.Field:
-    found = {path: field_of(schema, name) for path, schema in schemas.items()}
-    kinds = {path: _plain(field.type) for path, field in found.items() if field is not None}
-    if not only_parquet or not schemas:
-        return pa.field(name, pa.string())
-    if not kinds:
-        path, schema = next(iter(schemas.items()))
+def _kept_field(name: str, kinds: dict[str, pa.DataType], names: Sequence[str], files: Sequence[InputFile]) -> pa.Field:
+    """Return one type for a kept column: what the files agree on, string where text files are read too."""
+    if not kinds and names and all(file.format in TABLES for file in files):
         raise InputError(
             f"no file has the column {name!r} that --keep_columns names",
-            where=path,
-            got="the columns " + ", ".join(schema.names[:20]),
+            got="the columns " + ", ".join(names[:SHOWN_COLUMNS]),
         )
+    if not kinds or any(file.format in UNTYPED for file in files):
+        nested = next((path for path, kind in kinds.items() if pa.types.is_nested(kind)), None)
+        if nested is not None:
+            raise InputError(
+                f"the files disagree on the type of {name!r}, which --keep_columns names",
+                where=nested,
+                got=f"{kinds[nested]}, and text in others",
+                fix="Build the files of each format on their own, or leave it out of --keep_columns",
+            )
+        return pa.field(name, pa.string())
     try:
         fields = [pa.schema([pa.field(name, kind)]) for kind in dict.fromkeys(kinds.values())]
         return pa.unify_schemas(fields, promote_options="permissive").field(name).with_nullable(True)
@@ -165,73 +209,9 @@ def _kept_field(name: str, schemas: dict[str, pa.Schema], only_parquet: bool) ->
 
 
 def _plain(kind: pa.DataType) -> pa.DataType:
-    return kind.value_type if pa.types.is_dictionary(kind) else kind
-
-
-def _limited(
-    files: Iterator[InputFile], text_column: str, limit_documents: int | None, limit_bytes: int | None
-) -> Iterator[InputFile]:
-    """Yield the files up to the document with which a limit is reached; refused documents count as well."""
-    if limit_documents is None and limit_bytes is None:
-        yield from files
-        return
-    documents_left = limit_documents if limit_documents is not None else 2**63
-    bytes_left = limit_bytes if limit_bytes is not None else 2**63
-    for file in files:
-        if documents_left <= 0 or bytes_left <= 0:
-            return
-        measure = _measure_parquet if file.format == "parquet" else _measure_lines
-        file, documents, size = measure(file, text_column, documents_left, bytes_left)
-        documents_left -= documents
-        bytes_left -= size
-        yield file
-
-
-def _measure_parquet(
-    file: InputFile, text_column: str, documents_left: int, bytes_left: int
-) -> tuple[InputFile, int, int]:
-    """Return the file cut where a limit falls, and the documents and bytes that it takes of them.
-
-    Whole row groups are counted by the footer; only the one in which a limit falls is read.
-    """
-    rows = size = 0
-    for index, (group_rows, group_bytes) in enumerate(file.groups):
-        if rows + group_rows >= documents_left or size + group_bytes >= bytes_left:
-            taken, taken_bytes = _rows_within(file, index, text_column, documents_left - rows, bytes_left - size)
-            groups = (*file.groups[:index], (group_rows, taken_bytes))
-            return dataclasses.replace(file, groups=groups, stop=rows + taken), documents_left, bytes_left
-        rows, size = rows + group_rows, size + group_bytes
-    return file, rows, size
-
-
-def _rows_within(file: InputFile, group: int, text_column: str, rows_left: int, bytes_left: int) -> tuple[int, int]:
-    group_rows, group_bytes = file.groups[group]
-    batches = open_parquet(file.path).iter_batches(
-        batch_size=batch_rows(group_rows, group_bytes), row_groups=[group], columns=[text_column], use_threads=False
-    )
-    rows = size = 0
-    for batch in batches:
-        texts = select(batch, text_column).cast(pa.large_binary())
-        ends = size + np.cumsum(pa.compute.binary_length(texts).fill_null(0).to_numpy(zero_copy_only=False))
-        within = min(int(np.searchsorted(ends, bytes_left)) + 1, rows_left - rows)
-        if within <= len(ends):
-            return rows + within, int(ends[within - 1])
-        rows, size = rows + len(ends), int(ends[-1])
-    return rows, size
-
-
-def _measure_lines(
-    file: InputFile, _text_column: str, documents_left: int, bytes_left: int
-) -> tuple[InputFile, int, int]:
-    documents = size = 0
-    stream = range_stream(file.path, file.compression, 0)
-    try:
-        for offset, line in lines_between(stream, 0, None):
-            if documents >= documents_left or size >= bytes_left:
-                return dataclasses.replace(file, stop=offset), documents_left, bytes_left
-            if file.format == "txt" or (line and not line.isspace()):
-                documents += 1
-                size += len(line)
-    except DamagedStreamError:
-        pass  # reading it for the build says so, under the user's policy
-    return file, documents, size
+    """Return the type in which values of this one are kept: none that parquet does not have."""
+    if pa.types.is_dictionary(kind):
+        return _plain(kind.value_type)
+    if pa.types.is_string_view(kind):
+        return pa.string()
+    return pa.binary() if pa.types.is_binary_view(kind) else kind

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import xxhash
 from numpy.typing import NDArray
 
@@ -16,6 +17,7 @@ from flame.preprocess.rejects import Rejects
 BATCH_DOCUMENTS = 1024
 BATCH_BYTES = 8 * 2**20
 MAX_DOCUMENT_BYTES = 2**32 - 1
+LIST_SEPARATOR = "\n"  # between the strings of a text that is a list of them
 # The first bytes of every character that str.isspace() knows: ASCII, U+0085 and U+00A0, U+1680, U+2000…205F, U+3000.
 _SPACE_STARTS = np.zeros(256, dtype=bool)
 _SPACE_STARTS[[*range(9, 14), *range(28, 33), 0xC2, 0xE1, 0xE2, 0xE3]] = True
@@ -118,13 +120,12 @@ def tokenizer_batches(documents: Documents, batch_size: int, batch_bytes: int) -
 def utf8_texts(
     values: pa.Array, rows: NDArray[np.uint64], rejects: Rejects, *, path: str
 ) -> tuple[pa.LargeStringArray, NDArray[np.bool_] | None]:
-    """Return an array of strings or bytes as valid large_string, and which rows are left (None: all of them).
+    """Return an array of texts as valid large_string, and which rows are left (None: all of them).
 
-    Lone surrogates become U+FFFD and are counted; a row that is no UTF-8 otherwise is malformed.
+    `values` are strings or bytes, or lists of them, which are joined by line breaks without their nulls. Lone
+    surrogates become U+FFFD and are counted; a row that is no UTF-8 otherwise is malformed.
     """
-    if pa.types.is_dictionary(values.type):
-        values = values.dictionary_decode()
-    binary = values.cast(pa.large_binary())
+    binary = large_binary(values)
     texts = binary.view(pa.large_string())
     try:
         texts.validate(full=True)
@@ -148,6 +149,36 @@ def utf8_texts(
         repaired.append(text)
     texts = pa.array([text for text, kept in zip(repaired, keep, strict=True) if kept], pa.large_string())
     return texts, keep
+
+
+def large_binary(values: pa.Array) -> pa.LargeBinaryArray:
+    """Return the bytes of texts of any type that `is_text_type` knows, one value a text."""
+    if pa.types.is_dictionary(values.type):
+        values = values.dictionary_decode()
+    if not is_list_type(values.type):
+        return values.cast(pa.large_binary())
+    parts = large_binary(values.flatten())  # what null lists hide is not among them
+    lengths = pc.fill_null(pc.list_value_length(values), 0).to_numpy().astype(np.int64)
+    ends = np.concatenate([[0], np.cumsum(lengths)])
+    if parts.null_count:
+        valid = np.asarray(parts.is_valid())
+        ends = np.concatenate([[0], np.cumsum(valid)])[ends]
+        parts = parts.drop_null()
+    lists = pa.LargeListArray.from_arrays(pa.array(ends, pa.int64()), parts)
+    joined = pc.binary_join(lists, pa.scalar(LIST_SEPARATOR.encode(), pa.large_binary()))
+    return joined if values.null_count == 0 else pc.if_else(values.is_valid(), joined, None)
+
+
+def is_list_type(kind: pa.DataType) -> bool:
+    """Whether a type is one of Arrow's lists."""
+    tests = (
+        pa.types.is_list,
+        pa.types.is_large_list,
+        pa.types.is_fixed_size_list,
+        pa.types.is_list_view,
+        pa.types.is_large_list_view,
+    )
+    return any(test(kind) for test in tests)
 
 
 def decode_utf8(value: bytes, rejects: Rejects) -> str | None:

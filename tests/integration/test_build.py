@@ -392,8 +392,6 @@ def test_a_kill_while_sealing_leaves_what_sealing_again_completes(
         ({"seal": True}, "--seal is not available yet"),
         ({"dedup": True}, "--dedup is not available yet"),
         ({"where": "score > 3"}, "not available yet"),
-        ({"dataset_name": "sample-10BT"}, "not available yet"),
-        ({"dataset_split": "test"}, "not available yet"),
         ({"val_fraction": 1.0}, "val_fraction"),
         ({"val_fraction": float("nan")}, "val_fraction"),
         ({"limit_documents": 0}, "limit_documents"),

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.feather as feather
 import pyarrow.parquet as pq
 import pytest
 
@@ -116,3 +117,91 @@ def test_a_limit_takes_the_first_of_the_input(tmp_path: Path) -> None:
     assert stops(tmp_path, limit_bytes=5) == [("a.parquet", 1, 1)]
     (tmp_path / "a.parquet").unlink()
     assert stops(tmp_path, limit_bytes=2 * len(line) - 2) == [("b.jsonl", None, 1 + 2 * len(line))]
+
+
+# ---- arrow, csv, lists
+
+
+def test_columns_of_every_format_are_found_and_told(tmp_path: Path) -> None:
+    table = pa.table({"meta": [{"id": 1, "words": ["x"]}], "body": ["x"], "tags": [["a", "b"]]})
+    for name in ("a.parquet", "a.arrow", "a.feather"):
+        path = tmp_path / name
+        if name == "a.parquet":
+            pq.write_table(table, path)
+        else:
+            feather.write_feather(table, path)
+        with pytest.raises(InputError, match=r"'text' or 'content'.*got the columns meta\.id, meta\.words, body, tags"):
+            scan(path)
+        with pytest.raises(InputError, match=r"'meta\.id' holds no text.*int64; the columns meta\.id, meta\.words"):
+            scan(path, text_columns=("meta.id",))
+        for column in ("tags", "meta.words", "body"):
+            (file,), columns = scan(path, text_columns=(column,))
+            assert (columns.text, file.num_rows) == (column, 1)
+    (tmp_path / "a.csv").write_text("body,url\nx,u\n")
+    with pytest.raises(InputError, match=r"'text' or 'content'.*a\.csv; got the columns body, url"):
+        scan(tmp_path / "a.csv")
+    assert scan(tmp_path / "a.csv", text_columns=("body",))[1].text == "body"
+    (tmp_path / "a.csv").write_text("body,body\nx,u\n")
+    with pytest.raises(InputError, match=r"several columns are called 'body'"):
+        scan(tmp_path / "a.csv", text_columns=("body",))
+
+
+def test_lists_of_numbers_and_of_lists_are_no_text(tmp_path: Path) -> None:
+    for value in ([1], [["a"]]):
+        pq.write_table(pa.table({"text": [value]}), tmp_path / "a.parquet")
+        with pytest.raises(InputError, match=r"'text' holds no text.*type list<.*strings, or lists of strings"):
+            scan(tmp_path)
+
+
+def test_kept_columns_have_types_that_parquet_has(tmp_path: Path) -> None:
+    columns = {
+        "text": ["x"],
+        "url": pa.array(["u"], pa.string_view()),
+        "site": pa.array(["s"]).dictionary_encode(),
+        "tags": [["a"]],
+    }
+    feather.write_feather(pa.table(columns), tmp_path / "a.arrow")
+    kept = scan(tmp_path, keep_columns=("url", "site", "tags"))[1].kept
+    assert kept == pa.schema([("url", pa.string()), ("site", pa.string()), ("tags", pa.list_(pa.string()))])
+    (tmp_path / "b.csv").write_text("text,url\nx,u\n")
+    assert scan(tmp_path, keep_columns=("url",))[1].kept == pa.schema([("url", pa.string())])
+    with pytest.raises(InputError, match=r"disagree on the type of 'tags'.*list<"):
+        scan(tmp_path, keep_columns=("tags",))
+    with pytest.raises(InputError, match=r"no file has the column 'absent'.*text, url, site, tags"):
+        scan(tmp_path, keep_columns=("absent",))
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_a_json_document_is_refused_with_the_command_to_run(tmp_path: Path, suffix: str) -> None:
+    contents = {
+        b'\n [{"text": "a"},\n{"text": "b"}]\n': (r"one array", r"jq -c '\.\[\]' > NEW\.jsonl"),
+        b'{\n  "text": "a"\n}\n': (r"objects over several lines", r"jq -c \. > NEW\.jsonl"),
+    }
+    path = tmp_path / f"a.json{suffix}"
+    for content, (what, fix) in contents.items():
+        path.write_bytes(gzip.compress(content) if suffix else content)
+        with pytest.raises(InputError, match=rf"{what}.*a\.json.*{'gzip -dc' if suffix else 'cat'} .*{fix}"):
+            scan(tmp_path)
+    path.write_bytes(gzip.compress(b'{"text": "a"}\n') if suffix else b'{"text": "a"}\n')
+    assert scan(tmp_path)[1].text == "text"
+
+
+def test_damaged_files_of_every_format_are_told_or_left_to_the_reader(tmp_path: Path) -> None:
+    (tmp_path / "a.arrow").write_bytes(b"ARROW1\0\0 no")
+    (tmp_path / "b.csv.gz").write_bytes(b"no gzip")
+    (tmp_path / "c.parquet").write_bytes(b"PAR1 no")
+    for name, what in (("a.arrow", "no readable Arrow"), ("b.csv.gz", "no readable csv"), ("c.parquet", "parquet")):
+        with pytest.raises(InputError, match=rf"{what}.*{name}"):
+            scan(tmp_path / name)
+    assert [file.damaged for file in scan(tmp_path, on_error="skip")[0]] == [True] * 3
+
+
+def test_a_limit_takes_the_first_rows_of_arrow_and_csv(tmp_path: Path) -> None:
+    table = pa.table({"text": [f"{i:010}" for i in range(25)], "other": ["x" * 1000] * 25})
+    feather.write_feather(table, tmp_path / "a.arrow", chunksize=10, compression="uncompressed")
+    (tmp_path / "b.csv").write_text('id,text\n1,"yy\nyy"\n2,zz\n3,\n')
+    assert stops(tmp_path, limit_documents=13) == [("a.arrow", 13, 13)]
+    assert stops(tmp_path, limit_bytes=125) == [("a.arrow", 13, 13)]
+    assert stops(tmp_path, limit_bytes=255) == [("a.arrow", 25, None), ("b.csv", None, 18)]
+    assert stops(tmp_path, limit_documents=27)[1:] == [("b.csv", None, 23)]
+    assert stops(tmp_path, limit_documents=99)[1:] == [("b.csv", None, None)]

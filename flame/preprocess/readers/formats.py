@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 from flame.errors import InputError
 from flame.preprocess.plan import Piece
+from flame.preprocess.readers.arrow import read_arrow
 from flame.preprocess.readers.columns import Columns
+from flame.preprocess.readers.csv import read_csv
 from flame.preprocess.readers.lines import read_jsonl, read_txt
 from flame.preprocess.readers.parquet import read_parquet
 from flame.preprocess.rejects import Rejects
+from flame.preprocess.storage import FileState, state_of
 from flame.preprocess.texts import Documents
 
 READERS: dict[str, Callable[[Piece, Columns, Rejects], Iterator[Documents]]] = {
     "parquet": read_parquet,
+    "arrow": read_arrow,
     "jsonl": read_jsonl,
     "txt": read_txt,
+    "csv": read_csv,
+    "tsv": read_csv,
 }
 
 
@@ -29,16 +34,18 @@ def read_piece(piece: Piece, columns: Columns, rejects: Rejects) -> Iterator[Doc
 def check_unchanged(piece: Piece) -> None:
     """Raise `InputError` if the file of a piece is no longer the one that was planned."""
     try:
-        found = Path(piece.path).stat()
+        found = state_of(piece.path)
     except FileNotFoundError as error:
         raise InputError(
             "an input file is gone", where=piece.path, fix="Put it back, then run the build again"
         ) from error
-    if (found.st_size, found.st_mtime_ns) != (piece.size_bytes, piece.mtime_ns):
+    planned = FileState(size_bytes=piece.size_bytes, mtime_ns=piece.mtime_ns, etag=piece.etag)
+    if found != planned:
         raise InputError(
             "an input file changed after the build was planned",
             where=piece.path,
-            got=f"{found.st_size} bytes",
-            expected=f"the {piece.size_bytes} bytes that were planned, untouched",
+            got=f"{found.size_bytes} bytes" + (f", etag {found.etag}" if found.etag else ""),
+            expected=f"the {piece.size_bytes} bytes that were planned"
+            + (f", etag {piece.etag}" if piece.etag else ", untouched"),
             fix="Put the old file back, or build into a new folder",
         )

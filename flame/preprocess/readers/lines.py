@@ -6,28 +6,19 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
-import pyarrow as pa
-
-from flame.preprocess.plan import COMPRESSION_RATIO, Piece
+from flame.preprocess.plan import Piece
+from flame.preprocess.readers.batch import StringBatch
 from flame.preprocess.readers.columns import Columns
 from flame.preprocess.readers.stream import ByteStream, DamagedStreamError, line_number, lines_between, range_stream
 from flame.preprocess.rejects import Rejects
-from flame.preprocess.texts import (
-    BATCH_BYTES,
-    BATCH_DOCUMENTS,
-    Documents,
-    decode_utf8,
-    make_documents,
-    replace_surrogates,
-)
+from flame.preprocess.texts import LIST_SEPARATOR, Documents, decode_utf8
 
 MISSING: Any = object()
 
 
 def read_jsonl(piece: Piece, columns: Columns, rejects: Rejects) -> Iterator[Documents]:
-    """Yield the documents of a jsonl piece: objects whose text is a string that is not blank."""
-    batch = _Batch(piece, columns)
+    """Yield the documents of a jsonl piece: objects whose text is a string, or a list of them, and not blank."""
+    batch = StringBatch(piece, columns, range_stream(piece.path, piece.compression, piece.start))
     for offset, line in _whole_lines(piece, batch.stream, rejects):
         if not line or line.isspace():
             continue
@@ -37,7 +28,10 @@ def read_jsonl(piece: Piece, columns: Columns, rejects: Rejects) -> Iterator[Doc
         text = lookup(value, columns.text)
         if text is MISSING:
             rejects.count("missing")
-        elif text is not None and not isinstance(text, str):
+            continue
+        if isinstance(text, list) and all(part is None or isinstance(part, str) for part in text):
+            text = LIST_SEPARATOR.join(part for part in text if part is not None)
+        if text is not None and not isinstance(text, str):
             rejects.count("not_text")
         else:
             batch.add(offset, text, [_kept_text(lookup(value, name)) for name in columns.kept_names])
@@ -48,7 +42,7 @@ def read_jsonl(piece: Piece, columns: Columns, rejects: Rejects) -> Iterator[Doc
 
 def read_txt(piece: Piece, columns: Columns, rejects: Rejects) -> Iterator[Documents]:
     """Yield the documents of a txt piece: each line is one, blank lines are counted as empty."""
-    batch = _Batch(piece, columns)
+    batch = StringBatch(piece, columns, range_stream(piece.path, piece.compression, piece.start))
     kept: list[str | None] = [None] * len(columns.kept_names)
     for offset, line in _whole_lines(piece, batch.stream, rejects):
         text = decode_utf8(line, rejects)
@@ -124,58 +118,3 @@ def _malformed(reason: str, what: str, line: bytes, offset: int, piece: Piece, r
         place=lambda: f"line {line_number(piece.path, piece.compression, offset)}",
         sample=line,
     )
-
-
-class _Batch:
-    """Candidates on their way to being `Documents`: a fixed number, so that a file's batches are always the same."""
-
-    def __init__(self, piece: Piece, columns: Columns) -> None:
-        self.stream = range_stream(piece.path, piece.compression, piece.start)
-        self._piece = piece
-        self._columns = columns
-        self._consumed = self.stream.consumed
-        self._clear()
-
-    def _clear(self) -> None:
-        self._rows: list[int] = []
-        self._texts: list[str | None] = []
-        self._kept: list[list[str | None]] = [[] for _ in self._columns.kept_names]
-        self._characters = 0
-
-    def add(self, offset: int, text: str | None, kept: list[str | None]) -> None:
-        self._rows.append(offset)
-        self._texts.append(text)
-        self._characters += 0 if text is None else len(text)
-        for values, value in zip(self._kept, kept, strict=True):
-            values.append(value)
-
-    @property
-    def is_full(self) -> bool:
-        return len(self._rows) >= BATCH_DOCUMENTS or self._characters >= BATCH_BYTES
-
-    def take(self, rejects: Rejects) -> Documents:
-        """Return the candidates that are documents, and begin again."""
-        texts = _string_array(self._texts, rejects)
-        kept = None
-        if self._kept:
-            arrays = [_string_array(values, None).cast(pa.string()) for values in self._kept]
-            kept = pa.table(arrays, schema=self._columns.kept)
-        rows = np.array(self._rows, dtype=np.uint64)
-        consumed = self.stream.consumed
-        progress = (consumed - self._consumed) * (1 if self._piece.compression is None else COMPRESSION_RATIO)
-        self._consumed = consumed
-        self._clear()
-        return make_documents(texts, rows, kept, rejects, path=self._piece.path, progress_bytes=progress)
-
-
-def _string_array(values: list[str | None], rejects: Rejects | None) -> pa.LargeStringArray:
-    try:
-        return pa.array(values, pa.large_string())
-    except UnicodeEncodeError:
-        return pa.array([_encodable(value, rejects) for value in values], pa.large_string())
-
-
-def _encodable(value: str | None, rejects: Rejects | None) -> str | None:
-    if value is None or not any("\ud800" <= character <= "\udfff" for character in value):
-        return value
-    return replace_surrogates(value, rejects)

@@ -8,6 +8,8 @@ from typing import BinaryIO
 
 import zstandard
 
+from flame.preprocess.storage import open_file
+
 CHUNK_BYTES = 2**20
 # Small, because a compressed chunk may hold a thousand times its size.
 COMPRESSED_CHUNK_BYTES = 2**15
@@ -35,7 +37,7 @@ class ByteStream:
 
     def chunks(self) -> Iterator[bytes]:
         """Yield the bytes; raises `DamagedStreamError` after all that could be read."""
-        with open(self.path, "rb") as file:
+        with open_file(self.path) as file:
             file.seek(self.start)
             raw = self._raw(file)
             if self.compression is None:
@@ -133,6 +135,21 @@ def lines_between(stream: ByteStream, start: int, stop: int | None) -> Iterator[
     last = b"".join(pending)
     if last and begin >= start:
         yield begin, _without_ends(last, begin)
+
+
+def raw_lines(stream: ByteStream) -> Iterator[bytes]:
+    """Yield every line with its end; on a damaged stream the unfinished line is not given."""
+    pending: list[bytes] = []
+    for chunk in stream.chunks():
+        *ended, rest = chunk.split(b"\n")
+        for line in ended:
+            pending.append(line)
+            yield b"".join(pending) + b"\n"
+            pending = []
+        pending.append(rest)
+    last = b"".join(pending)
+    if last:
+        yield last
 
 
 def range_stream(path: str, compression: str | None, start: int) -> ByteStream:
