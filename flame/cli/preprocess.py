@@ -9,6 +9,7 @@ from flame.preprocess.config import BuildOptions
 from flame.preprocess.convert_config import ConvertOptions
 from flame.preprocess.decode import DecodeOptions, decode
 from flame.preprocess.inspect import InspectOptions, inspect
+from flame.preprocess.stats import StatsOptions, stats
 from flame.preprocess.verify import VerifyOptions, verify
 from flame.program import Command, run_program
 
@@ -41,6 +42,12 @@ COMMANDS = (
         run=verify,
     ),
     Command(name="inspect", options=InspectOptions, help="Show what a corpus holds and how it was made.", run=inspect),
+    Command(
+        name="stats",
+        options=StatsOptions,
+        help="Count lengths of documents, sources, copies and tokens of a corpus; histograms on the terminal.",
+        run=stats,
+    ),
     Command(name="decode", options=DecodeOptions, help="Print documents of a corpus as text.", run=decode),
     Command(
         name="convert",

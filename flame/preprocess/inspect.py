@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import Any
 from flame.config import option
 from flame.errors import FlameError, UsageError
 from flame.preprocess.presence import Presence, look_at_files
+from flame.preprocess.terminal import cut, one_line, print_lines, terminal_width, write_utf8
 from flame.shards.format import FORMAT_VERSION, REJECTS_FOLDER, TOKENIZER_FOLDER, docs_path
 from flame.shards.manifest import Manifest, ShardInfo, SplitInfo, read_manifest
 
@@ -52,6 +52,7 @@ def inspect(options: InspectOptions) -> int:
     except FlameError as error:
         samples, trouble = [], str(error)
     if options.json:
+        write_utf8()
         print(json.dumps(_as_object(options.corpus, manifest, presence, samples), ensure_ascii=False))
         return 0
     sections = (
@@ -60,7 +61,7 @@ def inspect(options: InspectOptions) -> int:
         _trust(options.corpus, manifest, presence),
         _sample_lines(samples, trouble),
     )
-    print("\n".join(line for lines in sections for line in lines))
+    print_lines(line for lines in sections for line in lines)
     return 0
 
 
@@ -191,20 +192,16 @@ def _rejects(corpus: Path, manifest: Manifest) -> Iterator[str]:
 
 def _fact(title: str, facts: Iterator[str] | Sequence[str]) -> Iterator[str]:
     """Yield a titled line, wrapped to the terminal; a fact is not broken unless it is longer than a line."""
-    whole = [fact.replace(" ", UNBROKEN) if len(fact) < _width() - 16 else fact for fact in facts if fact]
+    whole = [fact.replace(" ", UNBROKEN) if len(fact) < terminal_width() - 16 else fact for fact in facts if fact]
     for line in textwrap.wrap(
         ", ".join(whole) or "none",
-        _width(),
+        terminal_width(),
         initial_indent=f"  {title:<12} ",
         subsequent_indent=" " * 15,
         break_on_hyphens=False,
         break_long_words=False,
     ):
         yield line.replace(UNBROKEN, " ")
-
-
-def _width() -> int:
-    return max(60, min(shutil.get_terminal_size((110, 24)).columns, 130))
 
 
 def _said(values: Mapping[str, Any]) -> list[str]:
@@ -268,6 +265,5 @@ def _sample_lines(samples: Sequence[Mapping[str, Any]], trouble: str | None) -> 
     if trouble is not None:
         yield from _fact("samples", [f"cannot be read: {trouble}"])
     for place, sample in enumerate(samples):
-        text = " ".join("".join(c if c.isprintable() else " " for c in sample["text"]).split())
-        line = f"  {'' if place else 'samples':<12} {sample['split']} {sample['document']}: {text}"
-        yield line if len(line) <= _width() else line[: _width() - 1] + "…"
+        line = f"  {'' if place else 'samples':<12} {sample['split']} {sample['document']}: {one_line(sample['text'])}"
+        yield cut(line, terminal_width())

@@ -154,7 +154,7 @@ def test_samples_are_how_documents_begin(
     inspect(InspectOptions(corpus=corpus, samples=9))
     lines = capsys.readouterr().out.splitlines()[-4:]
     assert lines[:2] == ["  samples      train 0: one", "               train 1: two [2J lines"]
-    assert lines[2].endswith("…") and len(lines[2]) == 70
+    assert lines[2].endswith("...") and len(lines[2]) == 70
     inspect(InspectOptions(corpus=corpus, samples=2, json=True))
     samples = json.loads(capsys.readouterr().out)["samples"]
     assert [(sample["document"], sample["num_tokens"]) for sample in samples] == [
