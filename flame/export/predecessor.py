@@ -18,6 +18,7 @@ from flame.export.skeleton import build_skeleton, skeleton_files
 from flame.train.checkpoint_files import COMPLETE
 from flame.train.checkpoint_tensors import MODEL_PREFIX, StoredModel, named_tensors
 from flame.train.hf_names import match_names
+from flame.train.initial import DCP_INDEX
 
 
 def export_any(
@@ -29,6 +30,12 @@ def export_any(
         if not path.exists():
             raise UsageError(f"there is no such {'checkpoint' if path == checkpoint else 'file or folder'}", where=path)
     if not is_predecessors(checkpoint):
+        if any(given.values()) and not any((checkpoint / name).exists() for name in (COMPLETE, DCP_INDEX)):
+            raise CheckpointError(
+                "the folder is no checkpoint, neither of ours nor of the predecessor",
+                where=checkpoint,
+                expected=f"{COMPLETE}, or the {DCP_INDEX} of a DCP folder",
+            )
         if names := [name for name, path in given.items() if path is not None]:
             raise UsageError(
                 "a checkpoint has a configuration and a tokenizer of its own",
@@ -47,7 +54,7 @@ def export_any(
 
 def is_predecessors(checkpoint: Path) -> bool:
     """Tell whether a folder is a DCP folder that is no checkpoint of ours, not even a damaged one."""
-    return (checkpoint / ".metadata").is_file() and not any((checkpoint / name).exists() for name in (COMPLETE, "hf"))
+    return (checkpoint / DCP_INDEX).is_file() and not any((checkpoint / name).exists() for name in (COMPLETE, "hf"))
 
 
 def export_predecessor(

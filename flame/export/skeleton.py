@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from flame.errors import CheckpointError, FlameError, TokenizerError
 from flame.train.families import check_family, family_of
 from flame.train.hf_files import build_hf_files
+from flame.train.initial import GENERATION_CONFIG, read_generation_config
 from flame.train.model_config import load_model_config
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "*.tiktoken")
@@ -35,14 +36,8 @@ def build_skeleton(source: Path, *, rows: int | None = None, trust_remote_code: 
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         setattr(model.config, name, values.get(name))
         setattr(model.generation_config, name, values.get(name))
-    generation = source / "generation_config.json"
-    if generation.is_file():
-        try:
-            model.generation_config = GenerationConfig.from_pretrained(source, local_files_only=True)
-        except (OSError, ValueError) as error:
-            raise CheckpointError(
-                f"the generation configuration cannot be understood: {error}", where=generation
-            ) from error
+    if (source / GENERATION_CONFIG).is_file():
+        model.generation_config = read_generation_config(source)
     return model
 
 

@@ -54,6 +54,7 @@ from flame.train.checkpoint_tensors import (
     optimizer_targets,
     optimizer_tensors,
     read_metadata,
+    refuse_untied,
     set_optimizer_state,
 )
 from flame.train.checkpoint_writer import HashingWriter
@@ -226,6 +227,8 @@ def load_foreign_weights(path: Path, *, model: nn.Module, world: World) -> None:
     targets: dict[str, Tensor] = {}
     with _together(world, "reading a DCP folder", path):
         keys = foreign_keys(model, read_metadata(path), path)
+        if world.is_main:
+            refuse_untied(model, keys, path)
         targets = {keys[name]: tensor.detach() for name, tensor in named_tensors(model).items()}
     with _together(world, "reading a DCP folder", path):
         try:
@@ -275,4 +278,7 @@ def _raise_own(failure: CheckpointException, world: World, where: Path, disk_err
     reason: BaseException = failure.failures[world.rank][0] if failure.failures else failure
     if not isinstance(reason, Exception | CheckpointException):
         raise reason
-    raise CheckpointError(f"{type(reason).__name__}: {reason}", where=where) from reason
+    if isinstance(reason, CheckpointError):
+        raise reason
+    detail = " ".join(f"{type(reason).__name__} {reason}".split())
+    raise CheckpointError(f"the checkpoint cannot be read or written: {detail}", where=where) from reason

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flame.errors import TrainingError, UsageError
+from flame.errors import TokenizerError, TrainingError, UsageError
 from flame.sampling.mixture import Mixture, mixture_of_corpora, open_mixture, read_mixture
 from flame.shards.manifest import TokenizerInfo
 from flame.shards.reader import Corpus, Split
@@ -139,8 +139,18 @@ _PARTS_THAT_MAKE_IDS = ("added_tokens", "normalizer", "pre_tokenizer", "model")
 
 def same_tokenizer(one: Path, other: Path) -> bool:
     """Return whether two tokenizer.json give the same ids: padding, truncation and templates are not compared."""
-    parts = [json.loads(path.read_bytes()) for path in (one, other)]
+    parts = [_read_tokenizer(path) for path in (one, other)]
     return all(_comparable(parts[0].get(name)) == _comparable(parts[1].get(name)) for name in _PARTS_THAT_MAKE_IDS)
+
+
+def _read_tokenizer(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise TokenizerError(f"the tokenizer is no JSON: {error}", where=path) from error
+    if not isinstance(value, dict):
+        raise TokenizerError("the tokenizer is no JSON object", where=path)
+    return value
 
 
 def _comparable(part: Any) -> Any:

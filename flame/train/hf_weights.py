@@ -72,8 +72,10 @@ def _files(folder: Path) -> dict[str, set[str] | None]:
             raise CheckpointError(
                 f"the index of the weights cannot be understood: {error!r}", where=folder / _INDEX
             ) from error
-        if any(Path(file).name != file for file in files):
-            raise CheckpointError("the index of the weights names files outside its folder", where=folder / _INDEX)
+        if any(not isinstance(file, str) or Path(file).name != file for file in files):
+            raise CheckpointError(
+                "the index of the weights names no files, or files outside its folder", where=folder / _INDEX
+            )
         return files
     if (folder / _WHOLE).is_file():
         return {_WHOLE: None}

@@ -118,7 +118,16 @@ def read_config(hf_folder: Path | None) -> dict[str, Any] | None:
     path = None if hf_folder is None else hf_folder / CONFIG
     if path is None or not path.is_file():
         return None
-    value: dict[str, Any] = json.loads(path.read_text("utf-8"))
+    return _read_object(path)
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise CheckpointError(f"a file that comes with the weights is no JSON: {error}", where=path) from error
+    if not isinstance(value, dict):
+        raise CheckpointError("a file that comes with the weights is no JSON object", where=path)
     return value
 
 
@@ -138,7 +147,17 @@ def embedding_rows_of(initial: InitialWeights, config: PretrainedConfig) -> int 
 def take_generation_config(model: PreTrainedModel, hf_folder: Path | None) -> None:
     """Let the model keep the generation settings that its weights came with."""
     if hf_folder is not None and (hf_folder / GENERATION_CONFIG).is_file():
-        model.generation_config = GenerationConfig.from_pretrained(hf_folder)
+        model.generation_config = read_generation_config(hf_folder)
+
+
+def read_generation_config(hf_folder: Path) -> GenerationConfig:
+    """Return the generation settings of a folder that has some; `CheckpointError` where they cannot be understood."""
+    path = hf_folder / GENERATION_CONFIG
+    _read_object(path)
+    try:
+        return GenerationConfig.from_pretrained(hf_folder, local_files_only=True)
+    except Exception as error:  # transformers raises as its own code happens to fail
+        raise CheckpointError(f"the generation configuration cannot be understood: {error}", where=path) from error
 
 
 def check_vocabulary(hf_folder: Path | None, rows: int, data: TrainingData) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
 from flame.errors import CorpusError, TrainingError, UsageError
@@ -183,7 +184,7 @@ def _construct(source: str, model_type: str, trust_remote_code: bool) -> Pretrai
                 fix="Read that code, and if you trust it add --model.trust_remote_code",
             ) from error
         if model_type in CONFIG_MAPPING:
-            raise TrainingError("the model's configuration is refused", where=source, got=error) from error
+            raise TrainingError("the model's configuration is refused", where=source, got=_one_line(error)) from error
         known = sorted({*FAMILIES, *CONFIG_MAPPING})
         near = difflib.get_close_matches(model_type, known, n=1)
         raise TrainingError(
@@ -193,6 +194,12 @@ def _construct(source: str, model_type: str, trust_remote_code: bool) -> Pretrai
             expected=f"{near[0]}, perhaps" if near else "one of " + ", ".join(FAMILIES),
             fix=f"A model of your own goes into {CUSTOM_MODELS}/, or is named by --experimental.custom_model_path",
         ) from error
+    except (StrictDataclassError, TypeError, ArithmeticError) as error:
+        raise TrainingError("the model's configuration is refused", where=source, got=_one_line(error)) from error
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
 
 
 def _set_norm(config: PretrainedConfig, norm_type: str) -> None:

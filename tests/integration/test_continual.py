@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -182,7 +183,43 @@ def test_what_cannot_be_begun_from(
     damaged = Path(shutil.copytree(trained / "checkpoint" / "step-4", tmp_path / "damaged"))
     (damaged / ".metadata").unlink()
     refused(capsys, beginning(damaged), 1, ".metadata is absent")
+    (part,) = weights.glob("*.distcp")
+    os.truncate(part, part.stat().st_size // 2)
+    refused(capsys, beginning(weights), 1, "cannot be read", str(weights))
     assert not list(tmp_path.glob("run/checkpoint/step-*"))
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "3"])
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer.json"])
+def test_a_garbled_file_beside_the_weights_is_named(
+    folder: Path, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, content: str
+) -> None:
+    source = Path(shutil.copytree(trained / "hf", tmp_path / "source"))
+    (source / name).write_text(content)
+    argv = arguments(folder, tmp_path / "run", **SHORT, checkpoint__initial_load_path=source)
+    refused(capsys, argv, 1, "no JSON", str(source / name))
+
+
+def test_foreign_numbers_are_taken_as_they_are_or_refused(
+    folder: Path, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = AutoModelForCausalLM.from_pretrained(trained / "hf", dtype=torch.float32).state_dict()
+    whole = {name: tensor.to(torch.int8) for name, tensor in state.items()}
+    dcp.save({"model": whole}, checkpoint_id=tmp_path / "int8", no_dist=True)
+    run = tmp_path / "run"
+    argv = arguments(folder, run, **SHORT, checkpoint__initial_load_path=tmp_path / "int8")
+    refused(capsys, argv, 1, "number format", "int8")
+
+    # A configuration that ties what the weights hold apart would drop one of the two.
+    write_json(tmp_path / "tied.json", json.loads((folder / "llama.json").read_text()) | {"tie_word_embeddings": True})
+    tied = {**SHORT, "training__steps": 2, "model__config": tmp_path / "tied.json"}
+    dcp.save({"model": state}, checkpoint_id=tmp_path / "apart", no_dist=True)
+    argv = arguments(folder, run, **tied, checkpoint__initial_load_path=tmp_path / "apart")
+    refused(capsys, argv, 1, "ties two tensors", "lm_head.weight")
+    assert not list(run.glob("checkpoint/step-*"))
+    state["lm_head.weight"] = state["model.embed_tokens.weight"].clone()
+    dcp.save({"model": state}, checkpoint_id=tmp_path / "twice", no_dist=True)
+    assert main(arguments(folder, run, **tied, checkpoint__initial_load_path=tmp_path / "twice")) == 0
 
 
 def test_generation_settings_stay_with_the_weights(folder: Path, trained: Path, tmp_path: Path) -> None:

@@ -337,6 +337,19 @@ def wrong_index(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model.safetensors"}}')
 
 
+def index_of_numbers(folder: Path) -> None:
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": 3}}')
+
+
+def generation_list(folder: Path) -> None:
+    (folder / "generation_config.json").write_text("[]")
+
+
+def odd_width(folder: Path) -> None:
+    config = read_json(folder / "config.json")
+    (folder / "config.json").write_text(json.dumps(config | {"hidden_size": "x"}))
+
+
 def outside_index(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../model.safetensors"}}')
 
@@ -372,6 +385,9 @@ def eos_beyond(folder: Path) -> None:
         (lost_shard, CheckpointError, r"weights is absent.*model-00001"),
         (wrong_index, CheckpointError, r"lacks tensors.*got a"),
         (outside_index, CheckpointError, "outside its folder"),
+        (index_of_numbers, CheckpointError, "names no files"),
+        (generation_list, CheckpointError, "no JSON object.*generation_config"),
+        (odd_width, TrainingError, "configuration is refused.*hidden_size"),
         (own_code, TrainingError, "trust_remote_code"),
         (experts, TrainingError, "mixture of experts"),
         (eos_beyond, CheckpointError, r"EOS has no embedding.*below 437"),

@@ -106,6 +106,9 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert main([*command, *named, "--check"]) == 0
     assert capsys.readouterr().out == f"{output}\n"
     assert read_json(output / "config.json")["dtype"] == "bfloat16"
+    (source / ".metadata").rename(tmp_path / "lost")
+    assert main(["hf", f"--checkpoint={source}", f"--output={tmp_path / 'b'}", *named]) == 1
+    assert "neither of ours nor of the predecessor" in capsys.readouterr().err
     # One of ours has both already.
     run = tmp_path / "run/checkpoint/step-0"
     assert main(["dcp", f"--model={output}", f"--output={run}"]) == 0
