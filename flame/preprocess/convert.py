@@ -1,4 +1,4 @@
-"""`flame-preprocess convert`: other systems' token files to a sealed corpus. Plan, run, seal: as a build."""
+"""`flame-preprocess convert`: other systems' token files to a sealed corpus. Plan, run, seal: as a build. And back."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from flame.preprocess.build import Plan, _adopt, _input_entry, _say_finished, _t
 from flame.preprocess.convert_config import ConvertOptions
 from flame.preprocess.convert_pool import load_decoder, run_tasks
 from flame.preprocess.convert_task import ConvertSettings
+from flame.preprocess.exports.export import export
 from flame.preprocess.folder import LOCK, VAL_PARTS, WORKERS_LOCK, check_folder, read_receipts
 from flame.preprocess.plan import plan_tasks
 from flame.preprocess.progress import BuildProgress, log
@@ -23,10 +24,16 @@ SOURCE_VERSION = "1"  # raise it when the same token files give other documents
 
 
 def convert(options: ConvertOptions) -> int:
-    """Convert what `options` name into a corpus, or go on with it; returns the exit code.
+    """Do what `options` ask for, in either direction; returns the exit code."""
+    return export(options) if options.to is not None else make_corpus(options)
+
+
+def make_corpus(options: ConvertOptions) -> int:
+    """Convert the token files that `options` name into a corpus, or go on with it; returns the exit code.
 
     Nothing is written before the token files, the tokenizer and the output folder are known to be usable.
     """
+    assert options.from_ is not None and options.tokenizer is not None
     started = time.monotonic()
     tokenizer = read_tokenizer(
         options.tokenizer, eos_token=options.eos_token, bos=options.bos, parse_special=options.parse_special
@@ -60,6 +67,7 @@ def convert(options: ConvertOptions) -> int:
 
 def make_plan(options: ConvertOptions, tokenizer: TokenizerSpec) -> Plan:
     """Look at the token files and cut them into tasks."""
+    assert options.from_ is not None and options.input is not None
     files, columns = SOURCES[options.from_].find(options.input, options.dataset_split, options.keep_columns)
     build = options.build_options
     seed = build.seed if build.shuffled else None

@@ -1,0 +1,153 @@
+"""`flame-preprocess convert --to`: a split of a corpus to another system's token files."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import xxhash
+
+from flame.errors import CorpusError, FlameError, UsageError
+from flame.files import exclusive_lock, named_disk_errors, publish, remove_tree, temporary_path
+from flame.preprocess.convert_config import ConvertOptions
+from flame.preprocess.exports.formats import EXPORTS, Export
+from flame.preprocess.progress import BuildProgress
+from flame.preprocess.task import Progress
+from flame.shards.format import RESTORE, TOKEN_DTYPE, tokens_path
+from flame.shards.manifest import ShardInfo
+from flame.shards.reader import Corpus, Split
+
+CHUNK_TOKENS = 2**22
+
+
+def export(options: ConvertOptions) -> int:
+    """Write the files that `options` ask for; returns the exit code.
+
+    They appear whole, the index last, or not at all. Each shard's checksum is recomputed on the way. Cost: one reading
+    of the tokens in order, and some chunks of 16 MiB in memory.
+    """
+    assert options.to is not None and options.corpus is not None
+    started = time.monotonic()
+    form = EXPORTS[options.to]
+    corpus = Corpus.open(options.corpus)
+    split = corpus.split(options.split)
+    dtype = choose_dtype(form, options, split)
+    if options.output.is_dir():
+        raise UsageError(
+            "--output is a folder, and the files need a name", got=options.output, expected=options.output / "NAME"
+        )
+    output = options.output.with_name(options.output.name.removesuffix(form.tokens))
+    paths = [_beside(output, ending) for ending in (form.tokens, *form.others)]
+    _refuse_existing(paths)
+    lock = _beside(output, ".lock")
+    with exclusive_lock(lock, what="this output"):
+        _refuse_existing(paths)
+        try:
+            with named_disk_errors(paths[0], split.num_tokens * np.dtype(dtype).itemsize):
+                _write_tokens(paths[0], split, dtype)
+                for path, write in zip(paths[1:], form.others.values(), strict=True):
+                    with _durable(path) as file:
+                        write(file, split, dtype)
+            for path in paths:
+                publish(temporary_path(path), path)
+        finally:
+            for path in (*map(temporary_path, paths), lock):
+                remove_tree(path)
+    seconds = max(time.monotonic() - started, 1e-9)
+    print(
+        f"wrote {', '.join(map(str, paths))}\n"
+        f"  {split.name:<10} {split.num_documents:,} documents, {split.num_tokens:,} tokens of {dtype}\n"
+        f"  speed      {split.num_tokens / seconds:,.0f} tokens/s ({seconds:.1f} s)\n"
+        f"  corpus     {corpus.fingerprint}"
+    )
+    return 0
+
+
+def choose_dtype(form: Export, options: ConvertOptions, split: Split) -> str:
+    """Return the narrowest dtype that holds every id of the vocabulary, or the one that is asked for."""
+    largest = max(split.corpus.manifest.tokenizer.vocab_size - 1, split.max_token_id)
+    if options.dtype == "auto":
+        fitting = [dtype for dtype in form.dtypes if largest <= np.iinfo(dtype).max]
+        return fitting[0] if fitting else form.dtypes[-1]
+    if options.dtype not in form.dtypes:
+        raise UsageError(
+            f"{options.to} does not keep ids as {options.dtype}",
+            got=f"--dtype {options.dtype}",
+            expected=" or ".join(form.dtypes),
+        )
+    if split.max_token_id > np.iinfo(options.dtype).max:
+        raise CorpusError(
+            f"{options.dtype} cannot hold the ids of this split",
+            where=f"{split.corpus.path}, split {split.name}",
+            got=f"a largest id of {split.max_token_id}",
+            expected=f"at most {np.iinfo(options.dtype).max}",
+            fix=f"Leave --dtype away, or say --dtype {form.dtypes[-1]}",
+        )
+    return options.dtype
+
+
+def _beside(output: Path, ending: str) -> Path:
+    return output.with_name(output.name + ending)
+
+
+def _refuse_existing(paths: list[Path]) -> None:
+    there = [path for path in paths if path.exists()]
+    if there:
+        whole = len(there) == len(paths)
+        raise FlameError(
+            "the output is there already" if whole else "a part of the output is there already",
+            where=there[0],
+            expected="a name that is free",
+            fix="Choose another --output, or delete "
+            + ("them" if whole else "what an export that was stopped, or another program, left")
+            + f": {', '.join(map(str, there))}",
+        )
+
+
+@contextlib.contextmanager
+def _durable(path: Path) -> Iterator[BinaryIO]:
+    """Open the file under its temporary name, and fsync it at the end."""
+    with open(temporary_path(path), "wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _write_tokens(path: Path, split: Split, dtype: str) -> None:
+    with _durable(path) as file, BuildProgress(split.num_tokens * TOKEN_DTYPE.itemsize, 0) as progress:
+        start = 0
+        for shard in split.shards:
+            _write_shard(file, split, shard, start, dtype, progress.add)
+            start += shard.num_tokens
+
+
+def _write_shard(
+    file: BinaryIO, split: Split, shard: ShardInfo, start: int, dtype: str, report: Callable[[Progress], None]
+) -> None:
+    """Write the tokens of a shard, which begin at `start` in the split; `CorpusError` unless they have its checksum."""
+    digest = xxhash.xxh3_128()
+    stop = start + shard.num_tokens
+    for begin in range(start, stop, CHUNK_TOKENS):
+        tokens = split.read(begin, min(begin + CHUNK_TOKENS, stop))
+        digest.update(tokens.data)
+        file.write(tokens.astype(np.dtype(dtype).newbyteorder("<")).data)
+        last = begin + len(tokens) == stop
+        report(
+            Progress(
+                input_bytes=tokens.nbytes, num_documents=shard.num_documents if last else 0, num_tokens=len(tokens)
+            )
+        )
+    found = f"xxh3:{digest.hexdigest()}"
+    if found != shard.tokens_checksum:
+        raise CorpusError(
+            "a shard's tokens are not those that were sealed",
+            where=tokens_path(split.corpus.path, split.name, shard.name),
+            got=f"checksum {found}",
+            expected=shard.tokens_checksum,
+            fix=f"{RESTORE}; flame-preprocess verify says where",
+        )
