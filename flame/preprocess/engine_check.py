@@ -11,7 +11,6 @@ An engine that fails 1 or 2 for a tokenizer is not used for it. So no byte of a 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +29,7 @@ from flame.preprocess.engine_screen import (
     user_cache,
     write_screen,
 )
-from flame.preprocess.engines import ENGINES, REFERENCE, Encode, Ids, join
+from flame.preprocess.engines import ENGINES, REFERENCE, Encode, Ids, join, split_model
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -209,7 +208,7 @@ _PIECES = (
 
 def battery(tokenizer_json: bytes) -> list[str]:
     """Return the strings: pieces alone, repeated, and each beside others; the tokenizer's added tokens among them."""
-    tokens = [token["content"] for token in json.loads(tokenizer_json).get("added_tokens") or []][:64]
+    tokens = [token["content"] for token in split_model(tokenizer_json)[0].get("added_tokens") or []][:64]
     texts = [*_PIECES, *(piece * 2 for piece in _PIECES), *(piece * 300 for piece in _PIECES[::3])]
     for number, piece in enumerate(_PIECES):
         for step in (1, 7, 29):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import json
 import os
 import unicodedata
@@ -69,8 +70,9 @@ class Screen:
         for first, last in self.ranges:
             screened[first : last + 1] = True
         pairs, leads = np.zeros(2**16, dtype=bool), np.zeros(2**8, dtype=bool)
-        for first in range(0, NUM_CODE_POINTS, 64):  # those that share all bytes but the last
-            if first >= 0x80 and not 0xD800 <= first < 0xE000 and screened[first : first + 64].any():
+        # Of 64 in a row, all bytes but the last are alike.
+        for first in (64 * np.flatnonzero(screened.reshape(-1, 64).any(axis=1))).tolist():
+            if first >= 0x80 and not 0xD800 <= first < 0xE000:
                 one, two = chr(first).encode()[:2]
                 pairs[one << 8 | two] = leads[one] = True
                 if first < 0x800:
@@ -116,24 +118,16 @@ class Screen:
         return at[screened[code]]
 
 
-def make_screen(encode: Encode, reference: Encode) -> Screen:
-    """Put every code point to both engines. Cost: half a CPU minute, nearly all of it the reference's."""
-    differing = set(_differing(_probes(), encode, reference))
-    for composed in range(NUM_CODE_POINTS):
-        parts = unicodedata.normalize("NFD", chr(composed)) if _has_parts(composed) else ""
-        if parts and any(ord(part) in differing for part in parts):
-            differing.add(composed)
-    pairs = (
-        (index, f"x{unicodedata.normalize('NFD', chr(index))}x{_SEPARATOR}{chr(index)}")
-        for index in range(NUM_CODE_POINTS)
-        if _has_parts(index)
-    )
-    for composed in _differing(pairs, encode, reference):
-        differing |= {composed, *map(ord, unicodedata.normalize("NFD", chr(composed)))}
+def make_screen(encode: Encode, reference: Encode, codes: Sequence[int] = range(NUM_CODE_POINTS)) -> Screen:
+    """Put every code point of `codes` to both engines. Cost: half a CPU minute, nearly all of it the reference's."""
+    differing = set(_differing(_probes(codes), encode, reference))
+    parts = {code: unicodedata.normalize("NFD", chr(code)) for code in codes if _has_parts(code)}
+    composed = ((code, f"x{text}x{_SEPARATOR}{chr(code)}") for code, text in parts.items())
+    for code in _differing(composed, encode, reference):
+        differing |= {code, *map(ord, parts[code])}
+    differing |= {code for code, text in parts.items() if any(ord(part) in differing for part in text)}
     # What no table here knows may be a mark or a part of a letter in another's: one cannot probe for all its partners.
-    unknown = [
-        code for code in range(NUM_CODE_POINTS) if unicodedata.category(chr(code)) == "Cn" and not _is_bare_plane(code)
-    ]
+    unknown = [code for code in codes if unicodedata.category(chr(code)) == "Cn" and not _is_bare_plane(code)]
     return Screen(ranges=to_ranges({*differing, *unknown}), num_differing=len(differing))
 
 
@@ -147,8 +141,8 @@ def _is_bare_plane(code: int) -> bool:
     return 4 <= code >> 16 <= 13 or code >= 0xF0000
 
 
-def _probes() -> Iterator[tuple[int, str]]:
-    for code in range(NUM_CODE_POINTS):
+def _probes(codes: Iterable[int]) -> Iterator[tuple[int, str]]:
+    for code in codes:
         if not 0xD800 <= code < 0xE000:
             contexts = FEW_CONTEXTS if code >= FIRST_WITH_FEW else CONTEXTS
             yield code, _SEPARATOR.join(contexts).replace("{c}", chr(code))
@@ -219,7 +213,7 @@ def screen_key(engine: str, tokenizer_json: bytes, parse_special: bool) -> str:
     return sha256_of_json(
         {
             "screen_version": SCREEN_VERSION,
-            "tokenizer": sha256_of_json(json.loads(tokenizer_json)),
+            "tokenizer": hashlib.sha256(tokenizer_json).hexdigest(),
             "parse_special": parse_special,
             "engines": {name: ENGINES[name].version for name in (engine, REFERENCE)},
             "unicode": unicodedata.unidata_version,

@@ -175,8 +175,8 @@ def json_for_fast_engines(tokenizer_json: bytes, parse_special: bool) -> bytes:
     A special token is then plain text, as for the reference. Raises `TokenizerError` where that is not the same: where
     a special token overlaps one that is not special, the reference looks for the longest of both before it drops it.
     """
-    tokenizer = json.loads(tokenizer_json)
-    added = tokenizer.get("added_tokens") or []
+    settings, model = split_model(tokenizer_json)
+    added = settings.get("added_tokens") or []
     if not parse_special:
         special = [token["content"] for token in added if token.get("special")]
         added = [token for token in added if not token.get("special")]
@@ -188,7 +188,41 @@ def json_for_fast_engines(tokenizer_json: bytes, parse_special: bool) -> bytes:
                     got=repr(token["content"]) + ("" if rival is None else f" beside {rival!r}"),
                 )
     changed = {"added_tokens": added, "truncation": None, "padding": None, "post_processor": None}
-    return json.dumps(tokenizer | changed, ensure_ascii=False, separators=(",", ":")).encode()
+    return json.dumps(settings | changed).encode()[:-1] + b',"model":' + model
+
+
+def split_model(tokenizer_json: bytes) -> tuple[dict[str, Any], bytes]:
+    """Return all of a tokenizer.json but its model, and the JSON of the model and of what is left, `}` included.
+
+    The vocabulary, nearly all of the file, is not parsed where the model is last, as it is in files of `tokenizers`.
+    """
+    text = tokenizer_json.decode()
+    settings: dict[str, Any] = {}
+    decoder, place = json.JSONDecoder(), _after(text, 0, "{")
+    while True:
+        key, place = decoder.raw_decode(text, _after(text, place))
+        place = _after(text, place, ":")
+        if key == "model":
+            break
+        settings[key], place = decoder.raw_decode(text, place)
+        place = _after(text, place, ",")
+    if "added_tokens" in settings:
+        return settings, text[place:].encode()
+    whole = json.loads(text)
+    model = whole.pop("model")
+    return whole, json.dumps(model).encode() + b"}"
+
+
+def _after(text: str, place: int, mark: str = "") -> int:
+    """Return the place behind white space, `mark` and white space."""
+    while text[place].isspace():
+        place += 1
+    if not text.startswith(mark, place):
+        raise TokenizerError("the tokenizer.json cannot be taken apart", got=repr(text[place : place + 20]))
+    place += len(mark)
+    while text[place].isspace():
+        place += 1
+    return place
 
 
 def _overlap(one: str, other: str) -> bool:
