@@ -7,16 +7,20 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tqdm import tqdm
+
 from flame.config import option
 from flame.errors import TokenizerError, UsageError
 from flame.files import TEMPORARY_SUFFIX
-from flame.preprocess.shard_check import Advance, ContentRules, check_shard, told
+from flame.preprocess.problem import Problem, told
+from flame.preprocess.shard_check import Advance, ContentRules, check_shard
 from flame.shards.fingerprint import tokenizer_fingerprint
 from flame.shards.format import (
     BUILD_FOLDER,
@@ -34,7 +38,7 @@ from flame.shards.manifest import DamagedManifestError, Manifest, ShardInfo, Tok
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-MOST_WORKERS = 8
+SECONDS_BETWEEN_LINES = 60
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +46,9 @@ class VerifyOptions:
     """The options of `flame-preprocess verify`."""
 
     corpus: Path = option(help="corpus folder", positional=True)
-    num_workers: int | None = option(None, help=f"threads that read shards; default one a CPU, {MOST_WORKERS} at most")
+    num_workers: int | None = option(
+        None, help="threads that read shards, 60 MB of memory each; default one a CPU", aliases=("workers",)
+    )
     json: bool = option(False, help="print one JSON object instead of a line a finding")
 
     def __post_init__(self) -> None:
@@ -52,17 +58,30 @@ class VerifyOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One thing that is wrong: the file, as a path inside the corpus, and what is wrong with it."""
+    """One thing that is wrong: the file, as a path inside the corpus, what is wrong with it, and with which bytes.
+
+    Bytes `[start_byte, stop_byte)` are the file's, its header counted; of many places, they are the first.
+    """
 
     path: str
     problem: str
+    start_byte: int | None = None
+    stop_byte: int | None = None
+
+    @classmethod
+    def of(cls, corpus: Path, problem: Problem) -> Finding:
+        """Return what to tell of a problem of a file inside the corpus."""
+        start, stop = problem.bytes or (None, None)
+        name = problem.path.relative_to(corpus).as_posix()
+        return cls(path=name, problem=problem.text, start_byte=start, stop_byte=stop)
 
     def __str__(self) -> str:
-        return f"{self.path}: {self.problem}"
+        place = "" if self.start_byte is None else f" [bytes {self.start_byte}:{self.stop_byte}]"
+        return f"{self.path}: {self.problem}{place}"
 
 
 def verify(options: VerifyOptions) -> int:
-    """Print a line a finding; return 3 if there are any, 0 if the corpus is as it was sealed.
+    """Print a line a finding, as it is found; return 3 if there are any, 0 if the corpus is as it was sealed.
 
     Everything is read again: checksums, boundaries, ids, EOS and BOS, provenance, the tokenizer; files that do not
     belong are named. Raises for a folder that is no corpus. Memory: some 60 MB a worker, however large the shards.
@@ -73,17 +92,20 @@ def verify(options: VerifyOptions) -> int:
         manifest = read_manifest(options.corpus)
     except DamagedManifestError as error:
         return _report(options, None, [Finding(path=MANIFEST, problem=told(error))])
-    return _report(options, manifest, list(find_damage(options.corpus, manifest, num_workers=options.num_workers)))
+    return _report(options, manifest, find_damage(options.corpus, manifest, num_workers=options.num_workers))
 
 
-def _report(options: VerifyOptions, manifest: Manifest | None, findings: list[Finding]) -> int:
+def _report(options: VerifyOptions, manifest: Manifest | None, found: Iterable[Finding]) -> int:
+    findings: list[Finding] = []
+    for finding in found:
+        findings.append(finding)
+        if not options.json:
+            tqdm.write(str(finding), file=sys.stdout)  # above the bar, where there is one
+            sys.stdout.flush()
     if options.json:
         fingerprint = None if manifest is None else manifest.fingerprint
-        found = [asdict(finding) for finding in findings]
-        print(json.dumps({"corpus": str(options.corpus), "fingerprint": fingerprint, "findings": found}))
-    else:
-        for finding in findings:
-            print(finding)
+        value = {"corpus": str(options.corpus), "fingerprint": fingerprint}
+        print(json.dumps({**value, "findings": [asdict(finding) for finding in findings]}))
     if manifest is None or findings:
         print(f"{options.corpus}: {len(findings)} finding{'s' * (len(findings) > 1)}", file=sys.stderr)
         return 3
@@ -95,20 +117,20 @@ def _report(options: VerifyOptions, manifest: Manifest | None, findings: list[Fi
 
 def find_damage(corpus: Path, manifest: Manifest, *, num_workers: int | None = None) -> Iterator[Finding]:
     """Yield what is wrong with a corpus whose manifest is whole: its tokenizer, its shards in order, stray files."""
-    tokenizer, problem = _check_tokenizer(corpus, manifest.tokenizer)
-    if problem is not None:
-        yield Finding(path=f"{TOKENIZER_FOLDER}/tokenizer.json", problem=problem)
+    tokenizer, wrong = _check_tokenizer(corpus, manifest.tokenizer)
+    if wrong is not None:
+        yield Finding(path=f"{TOKENIZER_FOLDER}/tokenizer.json", problem=wrong)
     rules = _rules(corpus, manifest, tokenizer)
     shards = [(name, shard) for name, split in manifest.splits.items() for shard in split.shards]
-    num_workers = num_workers or min(MOST_WORKERS, len(os.sched_getaffinity(0)))
+    num_workers = num_workers or len(os.sched_getaffinity(0))
     with _progress(sum(_size_bytes(shard) for _, shard in shards)) as advance, ThreadPoolExecutor(num_workers) as pool:
 
-        def check(split_and_shard: tuple[str, ShardInfo]) -> list[tuple[Path, str]]:
+        def check(split_and_shard: tuple[str, ShardInfo]) -> list[Problem]:
             return list(check_shard(corpus, *split_and_shard, rules, advance))
 
         for problems in pool.map(check, shards):
-            for path, problem in problems:
-                yield Finding(path=path.relative_to(corpus).as_posix(), problem=problem)
+            for problem in problems:
+                yield Finding.of(corpus, problem)
     yield from _find_strays(corpus, manifest, provenance=rules.provenance)
 
 
@@ -155,6 +177,7 @@ def _rules(corpus: Path, manifest: Manifest, tokenizer: Tokenizer | None) -> Con
             for name, split in manifest.splits.items()
             for shard in split.shards
         ),
+        vocab_size=info.vocab_size,
         is_known=is_known,
     )
 
@@ -165,15 +188,28 @@ def _size_bytes(shard: ShardInfo) -> int:
 
 @contextlib.contextmanager
 def _progress(num_bytes: int) -> Iterator[Advance]:
-    """Show the bytes read on a terminal's stderr; what is yielded may be called from any thread."""
-    from tqdm import tqdm
+    """Show the bytes read on stderr: a bar on a terminal, a line a minute elsewhere.
 
+    What is yielded may be called from any thread.
+    """
     lock = threading.Lock()
+    started = told_at = time.monotonic()
+    done = 0
     with tqdm(total=num_bytes, unit="B", unit_scale=True, desc="verify", disable=None, leave=False) as bar:
 
         def advance(number: int) -> None:
+            nonlocal told_at, done
             with lock:
                 bar.update(number)
+                done += number
+                now = time.monotonic()
+                if bar.disable and now - told_at >= SECONDS_BETWEEN_LINES:
+                    told_at = now
+                    speed = f"{done / (now - started) / 1e6:,.0f} MB/s"
+                    print(
+                        f"verify: {100 * done / max(num_bytes, 1):.1f}% of {num_bytes:,} bytes, {speed}",
+                        file=sys.stderr,
+                    )
 
         yield advance
 

@@ -13,6 +13,8 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from flame.cli.preprocess import main
@@ -113,7 +115,14 @@ def test_findings_as_json(corpus: Path, capsys: pytest.CaptureFixture[str]) -> N
     (corpus / "train" / "notes.txt").touch()
     assert verify(VerifyOptions(corpus=corpus, json=True)) == 3
     found = json.loads(capsys.readouterr().out)["findings"]
-    assert found == [{"path": "train/notes.txt", "problem": "the manifest does not name it"}]
+    nowhere = {"start_byte": None, "stop_byte": None}
+    assert found == [{"path": "train/notes.txt", "problem": "the manifest does not name it", **nowhere}]
+    path = path_of(corpus, tokens_path)
+    size_bytes = path.stat().st_size
+    os.truncate(path, 200)
+    assert verify(VerifyOptions(corpus=corpus, json=True)) == 3
+    found = json.loads(capsys.readouterr().out)["findings"][0]
+    assert (found["start_byte"], found["stop_byte"]) == (200, size_bytes)
 
 
 def test_from_the_command_line(
@@ -300,8 +309,10 @@ def test_a_document_without_eos_or_with_one_inside(corpus: Path, eos_id: int) ->
     poke(path, ends[-1] - 3, eos_id)
     reseal(corpus)
     assert findings(corpus) == [
-        f"train/{path.name}: 2 documents (the shard's number 3 first) without the EOS {eos_id} at the end",
-        f"train/{path.name}: 2 documents (the shard's number 7 first) with the EOS {eos_id} before the end",
+        f"train/{path.name}: 2 documents (the shard's number 3 first) without the EOS {eos_id} at the end "
+        f"[bytes {128 + 4 * (ends[3] - 1)}:{128 + 4 * ends[3]}]",
+        f"train/{path.name}: 2 documents (the shard's number 7 first) with the EOS {eos_id} before the end "
+        f"[bytes {128 + 4 * (ends[7] - 2)}:{128 + 4 * (ends[7] - 1)}]",
     ]
 
 
@@ -314,8 +325,9 @@ def test_ends_that_do_not_rise(corpus: Path) -> None:
     poke(path, len(ends) - 1, ends[-1] + 1, "<u8")
     reseal(corpus)
     assert findings(corpus) == [
-        f"train/{path.name}: 2 documents (the shard's number 8 first) end no later than the one before",
-        f"train/{path.name}: the last document ends at {ends[-1] + 1}, and the shard has {ends[-1]} tokens",
+        f"train/{path.name}: 2 documents (the shard's number 8 first) end no later than the one before [bytes 192:200]",
+        f"train/{path.name}: the last document ends at {ends[-1] + 1}, and the shard has {ends[-1]} tokens "
+        f"[bytes {128 + 8 * (len(ends) - 1)}:{128 + 8 * len(ends)}]",
     ]
     poke(path, 0, 0, "<u8")
     reseal(corpus)
@@ -325,13 +337,17 @@ def test_ends_that_do_not_rise(corpus: Path) -> None:
 def test_ids_beyond_the_vocabulary_and_a_wrong_largest_id(corpus: Path) -> None:
     path = path_of(corpus, tokens_path)
     poke(path, 5, 600)
+    poke(path, 7, 601)
     reseal(corpus)
-    assert findings(corpus) == [f"train/{path.name}: its largest token is 600, which the tokenizer does not have"]
+    assert findings(corpus) == [
+        f"train/{path.name}: 2 tokens (the shard's number 5 first) that the tokenizer does not have, "
+        "the largest token being 601 [bytes 148:152]"
+    ]
     manifest = read_manifest(corpus)
     split = manifest.splits["train"]
     shards = tuple(dataclasses.replace(shard, max_token_id=400) for shard in split.shards)
     write_manifest(corpus, dataclasses.replace(manifest, splits={**manifest.splits, "train": SplitInfo.of(shards)}))
-    assert f"train/{path.name}: its largest token is 600, and the manifest says 400" in findings(corpus)
+    assert f"train/{path.name}: its largest token is 601, and the manifest says 400 [bytes 156:160]" in findings(corpus)
 
 
 def with_bos(folder: Path, tokenizer: Path, bos_id: int, eos_id: int, *, special_text: str = "plain") -> Path:
@@ -360,8 +376,8 @@ def test_bos_at_the_start_of_each_document(tmp_path: Path, tiny_tokenizer: Path,
     corpus = with_bos(tmp_path / "c", tiny_tokenizer, bos_id, eos_id)
     file = "train/shard-00000-000.tokens.npy"
     assert findings(corpus) == [
-        f"{file}: 1 document (the shard's number 6) with the EOS {eos_id} before the end",
-        f"{file}: 1 document (the shard's number 4) without the BOS {bos_id} at the start",
+        f"{file}: 1 document (the shard's number 6) with the EOS {eos_id} before the end [bytes 284:288]",
+        f"{file}: 1 document (the shard's number 4) without the BOS {bos_id} at the start [bytes 224:228]",
     ]
 
 
@@ -388,4 +404,104 @@ def test_findings_come_in_the_manifests_order(corpus: Path) -> None:
     assert found[1] == Finding(
         path="train/shard-00000-000.tokens.npy",
         problem=f"it holds 3 values, and the manifest says {manifest.splits['train'].shards[0].num_tokens}",
+        start_byte=140,
+        stop_byte=128 + 4 * manifest.splits["train"].shards[0].num_tokens,
     )
+
+
+# ---- any damage to any file is found, and the file named
+
+
+@pytest.fixture(scope="module")
+def sealed(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Path) -> Path:
+    """A corpus that the tests below damage one file of, and mend."""
+    eos = int(Tokenizer.from_file(str(tiny_tokenizer / "tokenizer.json")).token_to_id(EOS))
+    folder = tmp_path_factory.mktemp("sealed") / "corpus"
+    return make_corpus(folder, DOCUMENTS, val=[[7, 8]], eos_id=eos, shard_tokens=200, tokenizer=tiny_tokenizer)
+
+
+def damageable(corpus: Path) -> list[Path]:
+    return sorted(path for path in corpus.rglob("*") if path.is_file() and path.name != "tokenizer_config.json")
+
+
+def found_with(path: Path, content: bytes, corpus: Path) -> list[Finding]:
+    """What is found while the file has this content."""
+    whole = path.read_bytes()
+    path.write_bytes(content)
+    try:
+        return list(find_damage(corpus, read_manifest(corpus), num_workers=1))
+    except CorpusError as error:
+        return [Finding(path=Path(str(error.where)).name, problem=str(error))]
+    finally:
+        path.write_bytes(whole)
+
+
+@settings(max_examples=60)
+@given(data=st.data())
+def test_any_byte_changed_is_found_in_its_file(sealed: Path, data: st.DataObject) -> None:
+    path = data.draw(st.sampled_from([path for path in damageable(sealed) if path.suffix == ".npy"]))
+    content = bytearray(path.read_bytes())
+    place = data.draw(st.integers(0, len(content) - 1))
+    content[place] ^= data.draw(st.integers(1, 255))
+    found = found_with(path, bytes(content), sealed)
+    assert {finding.path for finding in found} >= {path.relative_to(sealed).as_posix()}
+    ranges = [
+        range(finding.start_byte, finding.stop_byte)
+        for finding in found
+        if finding.path == path.relative_to(sealed).as_posix()
+        and finding.start_byte is not None
+        and finding.stop_byte is not None
+    ]
+    assert any(place in bytes_ for bytes_ in ranges) or place < HEADER_BYTES
+
+
+@settings(max_examples=40)
+@given(data=st.data())
+def test_any_file_cut_or_grown_is_found(sealed: Path, data: st.DataObject) -> None:
+    path = data.draw(st.sampled_from(damageable(sealed)))
+    whole = path.read_bytes()
+    last = len(whole) if path.suffix != ".json" else len(whole.rstrip())  # JSON may end in any space
+    length = data.draw(st.integers(0, last - 1))
+    name = path.relative_to(sealed).as_posix()
+    assert name in {finding.path for finding in found_with(path, whole[:length], sealed)}
+    more = whole + data.draw(st.binary(min_size=1, max_size=9))
+    if path.suffix == ".npy":
+        finding = next(finding for finding in found_with(path, more, sealed) if finding.path == name)
+        assert (finding.start_byte, finding.stop_byte) == (len(whole), len(more))
+
+
+@settings(max_examples=25)
+@given(data=st.data())
+def test_files_that_changed_places_are_found(sealed: Path, data: st.DataObject) -> None:
+    files = [path for path in damageable(sealed) if "shard-" in path.name]
+    first, second = data.draw(st.lists(st.sampled_from(files), min_size=2, max_size=2, unique=True))
+    content = second.read_bytes()
+    found = found_with(first, content, sealed)
+    assert first.relative_to(sealed).as_posix() in {finding.path for finding in found}
+
+
+def test_a_row_group_of_provenance_is_named_with_its_bytes(
+    tmp_path: Path, tiny_tokenizer: Path, eos_id: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flame.shards.provenance.ROW_GROUP_ROWS", 40)
+    corpus = make_corpus(tmp_path / "c", DOCUMENTS, eos_id=eos_id, tokenizer=tiny_tokenizer)
+    path = path_of(corpus, docs_path, 0)
+    column = pq.read_metadata(path).row_group(1).column(1)
+    start, stop = column.dictionary_page_offset or column.data_page_offset, 0
+    stop = start + column.total_compressed_size
+    content = bytearray(path.read_bytes())
+    content[stop - 2] ^= 0x10
+    path.write_bytes(content)
+    (finding,) = find_damage(corpus, read_manifest(corpus))
+    assert finding.path == f"train/{path.name}" and finding.problem.startswith("rows 40 to 79: it cannot be read")
+    assert finding.start_byte is not None and finding.stop_byte is not None
+    assert 4 < finding.start_byte <= start < stop <= finding.stop_byte < len(content)
+
+
+def test_all_faults_are_told_at_any_number_of_workers(corpus: Path) -> None:
+    for shard in (0, 1, 2):
+        os.truncate(path_of(corpus, tokens_path, shard), 300)
+        path_of(corpus, docs_path, shard).unlink()
+    manifest = dataclasses.replace(read_manifest(corpus), options={"provenance": True})
+    found = [list(find_damage(corpus, manifest, num_workers=number)) for number in (1, 4)]
+    assert len(found[0]) == 6 and found[0] == found[1]
