@@ -95,6 +95,98 @@ def test_which_split_is_read(corpus: Path, capsys: pytest.CaptureFixture[str]) -
         decode(DecodeOptions(corpus=corpus))
 
 
+def test_stretches_of_documents(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def documents(*asked: str) -> list[int]:
+        words = [word for text in asked for word in ("--document", text)]
+        assert main(["decode", str(corpus), "--json", *words]) == 0
+        return [json.loads(line)["document"] for line in capsys.readouterr().out.splitlines()]
+
+    assert documents("2:5") == [2, 3, 4]
+    assert documents("5:", "1", ":2") == [5, 6, 1, 0, 1]
+    assert documents(":") == list(range(7))
+    assert main(["decode", str(corpus), "--document", "6:7"]) == 0
+    assert capsys.readouterr().out == TEXTS[6] + "\n"  # one document has no heading
+    for asked, code, message in (
+        ("6:8", 1, "no such document"),
+        ("7:", 1, "no such document"),
+        ("3:3", 2, "it holds no document"),
+        ("x:3", 2, "it is no count"),
+        ("1:2:3", 2, "it is no count"),
+    ):
+        assert main(["decode", str(corpus), "--document", asked]) == code
+        out, err = capsys.readouterr()
+        assert out == "" and message in err
+
+
+# ---- looking for text
+
+
+def matches(corpus: Path, capsys: pytest.CaptureFixture[str], *words: str) -> list[tuple[int, int, str]]:
+    assert main(["decode", str(corpus), "--json", "--grep", *words]) == 0
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    for match in found:
+        text = TEXTS[match["document"]]
+        assert text[match["start"] :].startswith(match["match"])
+        assert match["before"] + match["match"] + match["after"] in text
+        assert "text" not in match and match["source_file"].endswith(".jsonl")
+    return [(match["document"], match["start"], match["match"]) for match in found]
+
+
+def test_places_that_match(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    every = [
+        (number, place, "i") for number, text in enumerate(TEXTS) for place, letter in enumerate(text) if letter == "i"
+    ]
+    assert len(every) == 4
+    assert matches(corpus, capsys, "i") == every
+    assert matches(corpus, capsys, "i", "--count", "3") == every[:3]
+    assert matches(corpus, capsys, "i", "--start", "2") == [match for match in every if match[0] >= 2]
+    assert matches(corpus, capsys, "i", "--document", "5", "--document", "0:2") == [
+        *(match for match in every if match[0] == 5),
+        *(match for match in every if match[0] < 2),
+    ]
+    assert matches(corpus, capsys, "i", "--split", "val", "--count", "1") == every[:1]
+    assert matches(corpus, capsys, "none") == []  # a text, not the absence of one
+    assert matches(corpus, capsys, "z*") == []  # an empty place is none
+    assert matches(corpus, capsys, "(?i)LEADING") == [(1, 1, "leading")]
+
+
+def test_a_match_is_a_line_with_its_surroundings(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["decode", str(corpus), "--grep", "here\\r\\n", "--context", "3"]) == 0
+    assert capsys.readouterr().out == "train 5, train.jsonl row 5: ab here lin\n"
+    assert main(["decode", str(corpus), "--grep", "trailing", "--context", "0", "--split", "val"]) == 0
+    assert capsys.readouterr().out == "val 1, val.jsonl row 1: trailing\n"
+
+
+def test_batches_change_nothing(
+    corpus: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = matches(corpus, capsys, ".")
+    monkeypatch.setattr("flame.preprocess.decode.BATCH_DOCUMENTS", 2)
+    assert matches(corpus, capsys, ".") == found
+    monkeypatch.setattr("flame.preprocess.decode.BATCH_TOKENS", 5)
+    assert matches(corpus, capsys, ".") == found
+
+
+def test_a_wrong_expression_is_a_wrong_call(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["decode", str(corpus), "--grep", "("]) == 2
+    assert "--grep cannot be '(': it is no regular expression: missing )" in capsys.readouterr().err
+    assert main(["decode", str(corpus), "--grep", "x", "--start", "7"]) == 1
+    assert "no such document" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["--document", ":"], ["--grep", "x"]], ids=["text", "matches"])
+def test_a_reader_that_has_enough_ends_it(tmp_path: Path, tiny_tokenizer: Path, words: list[str]) -> None:
+    ids = Tokenizer.from_file(str(tiny_tokenizer / "tokenizer.json")).encode("x y " * 100).ids
+    corpus = make_corpus(tmp_path / "c", [ids] * 2000, shard_tokens=10**6, tokenizer=tiny_tokenizer)
+    command = [sys.executable, "-m", "flame.cli.preprocess", "decode", str(corpus), *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.readline().startswith((b"--- train document 0", b"train 0"))
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 1
+
+
 @pytest.mark.parametrize(
     "asked", [{"document": (3, 99)}, {"start": 5, "count": 3}, {"start": 7}, {"document": (10**15,)}], ids=str
 )
