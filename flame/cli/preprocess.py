@@ -52,7 +52,8 @@ COMMANDS = (
     Command(
         name="convert",
         options=ConvertOptions,
-        help="Turn the token files of another system into a sealed corpus, without tokenizing again.",
+        help="Turn the token files of another system into a sealed corpus, or a corpus into such files; no text is "
+        "tokenized again.",
         run=run_convert,
     ),
 )
