@@ -1,0 +1,349 @@
+"""Whole ways through the program for kinds of input that broke others: each by the command that a user would type."""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+import zstandard
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM
+
+from flame.cli.mix import main as flame_mix
+from flame.cli.preprocess import main as flame_preprocess
+from flame.errors import CorpusError
+from flame.preprocess.engines import ENGINES
+from flame.preprocess.executors import EXECUTORS
+from flame.sampling.packing import pack
+from flame.shards.manifest import read_manifest
+from flame.shards.reader import Corpus
+from flame.train import loop
+from flame.train.__main__ import main as flame_train
+from flame.train.loader import to_device
+from flame.train.parallelize import reshard
+from tests.builds import InlineExecutor, build_here, documents_of, run_build, same_corpus, some_texts, write_jsonl
+from tests.corpora import make_corpus
+from tests.runs import VOCABULARY, arguments, make_training_folder, random_documents, read_metrics
+from tests.tokenizers import write_tiny_tokenizer
+
+# ---- text and tokenizers
+
+
+def test_text_like_a_special_token_comes_back_from_every_engine(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer = write_tiny_tokenizer(tmp_path / "tok", eos="</s>", bos="<s>")
+    texts = ["a </s> b", "</s>", "ends </s>", "<s> begins", "</s></s>", "< /s>"]
+    write_jsonl(tmp_path / "a.jsonl", texts)
+    build_here(tmp_path / "a.jsonl", tmp_path / "out", tokenizer, engine="hf", no_shuffle=True)
+    eos = read_manifest(tmp_path / "out").tokenizer.eos_id
+    expected = documents_of(tmp_path / "out")
+    assert [ids.count(eos) for ids in expected] == [1] * len(texts)
+    capsys.readouterr()
+    numbers = [word for number in range(len(texts)) for word in ("--document", str(number))]
+    assert flame_preprocess(["decode", str(tmp_path / "out"), *numbers, "--json"]) == 0
+    assert [json.loads(line)["text"] for line in capsys.readouterr().out.splitlines()] == texts
+    # Whichever engine a build takes, the ids are those, and so is what is decoded.
+    content = (tokenizer / "tokenizer.json").read_bytes()
+    installed = [engine for engine in ENGINES.values() if engine.installed]
+    for engine in installed:
+        ids, lengths = engine.load(content, False)(pa.array(texts, pa.large_string()))
+        assert [part.tolist() for part in np.split(ids, np.cumsum(lengths)[:-1])] == [ids[:-1] for ids in expected]
+    assert len(installed) > 1
+
+
+def test_ids_around_65536_are_exact_in_four_bytes(tmp_path: Path) -> None:
+    vocabulary = {f"w{number}": number for number in range(65_530)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.add_tokens([f"extra{number}" for number in range(19)])
+    tokenizer.add_special_tokens(["</s>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    words = ["w1", "w65529", *(f"extra{number}" for number in range(19))]
+    write_jsonl(tmp_path / "a.jsonl", [" ".join(words), "w65529", "extra18"])
+    manifest = build_here(
+        tmp_path / "a.jsonl", tmp_path / "out", tmp_path / "tokenizer.json", eos_token="</s>", no_shuffle=True
+    )
+    assert documents_of(tmp_path / "out") == [[1, *range(65_529, 65_550)], [65_529, 65_549], [65_548, 65_549]]
+    (shard,) = (tmp_path / "out/train").glob("*.tokens.npy")
+    assert shard.stat().st_size == 128 + 4 * manifest.splits["train"].num_tokens
+    assert np.load(shard, mmap_mode="r").max() == manifest.splits["train"].max_token_id == 65_549
+
+
+def test_random_documents_are_whole_and_end_in_eos(tmp_path: Path, tiny_tokenizer: Path) -> None:
+    rng = np.random.default_rng(4)
+    points = [0x61, 0x20, 0x0A, 0xE9, 0x301, 0x65E5, 0x1F600, 0x200D, 0x5D0, 0xFFFD]
+    texts = ["a", "é", *("".join(map(chr, rng.choice(points, rng.integers(1, 40)))) for _ in range(300))]
+    texts = [text for text in texts if text.strip()]
+    write_jsonl(tmp_path / "a.jsonl", texts)
+    build_here(tmp_path / "a.jsonl", tmp_path / "out", tiny_tokenizer, no_shuffle=True, shard_tokens=500)
+    split = Corpus.open(tmp_path / "out").split("train")
+    tokens = split.read(0, split.num_tokens)
+    ends = split.ends_between(0, split.num_tokens)
+    on_disk = sum((path.stat().st_size - 128) // 4 for path in (tmp_path / "out/train").glob("*.tokens.npy"))
+    assert len(ends) == len(texts) and int(ends[-1]) == split.num_tokens == on_disk
+    tokenizer = Tokenizer.from_file(str(tiny_tokenizer / "tokenizer.json"))
+    slices = np.split(tokens, ends[:-1])
+    assert [ids[-1] for ids in slices] == [0] * len(texts) and min(map(len, slices)) == 2
+    assert [tokenizer.decode(ids[:-1].tolist(), skip_special_tokens=False) for ids in slices] == texts
+
+
+# ---- inputs
+
+
+@pytest.fixture
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(EXECUTORS, "local", InlineExecutor)  # type: ignore[arg-type]
+
+
+NUM_TEXTS = 2500  # more than one block of zstandard
+
+
+def damaged_inputs(folder: Path) -> Iterator[tuple[Path, str, str]]:
+    """Files with their damage, where it is told to be, and the reason that it is counted by."""
+    texts = some_texts(NUM_TEXTS, longest=150)
+    whole = write_jsonl(folder / "whole.jsonl", texts).read_bytes()
+    lines = whole.splitlines(keepends=True)
+    packed = {".gz": gzip.compress(whole), ".zst": zstandard.compress(whole)}
+    for suffix, data in packed.items():
+        path = folder / f"cut.jsonl{suffix}"
+        path.write_bytes(data[: len(data) * 6 // 10])
+        yield path, f"cut.jsonl{suffix}, line ", "truncated"
+    for name, line, reason in (
+        ("two", lines[0].rstrip() + b" " + lines[1], "malformed_json"),
+        ("half", lines[0][:20] + b"\n", "malformed_json"),
+        ("bytes", b'{"text": "\xff\xfe"}\n', "invalid_utf8"),
+    ):
+        path = folder / f"{name}.jsonl"
+        path.write_bytes(b"".join([*lines[:99], line, *lines[99:]]))
+        yield path, f"{name}.jsonl, line 100", reason
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_damaged_input_is_told_or_counted_and_never_passed_over(
+    tmp_path: Path, tiny_tokenizer: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number, (path, where, reason) in enumerate(damaged_inputs(tmp_path)):
+        words = ["build", f"--dataset={path}", f"--tokenizer={tiny_tokenizer}", "--engine=hf", "--num_workers=1"]
+        failed, skipped = tmp_path / f"failed-{number}", tmp_path / f"skipped-{number}"
+        capsys.readouterr()
+        assert flame_preprocess([*words, f"--output={failed}"]) == 1
+        told = capsys.readouterr()
+        assert where in told.err and "--on_error skip" in told.err and "Traceback" not in told.err
+        assert not (failed / "manifest.json").exists()
+        assert flame_preprocess([*words, f"--output={skipped}", "--on_error=skip"]) == 0
+        assert f"1 {reason}" in capsys.readouterr().out
+        manifest = read_manifest(skipped)
+        assert manifest.rejects == {reason: 1}
+        assert 0 < manifest.splits["train"].num_documents <= NUM_TEXTS
+        assert (manifest.splits["train"].num_documents < NUM_TEXTS) == (reason == "truncated")
+
+
+def test_the_order_that_files_were_made_in_and_the_number_of_workers_change_no_byte(
+    tmp_path: Path, tiny_tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [f"part-{number}.jsonl" for number in range(1, 12)] + ["sub/part-2.jsonl"]
+    for folder, order, workers in (("one", names, 1), ("two", names[::-1], 8)):
+        for name in order:
+            write_jsonl(tmp_path / folder / "raw" / name, some_texts(150, seed=names.index(name)))
+        monkeypatch.chdir(tmp_path / folder)
+        result = run_build("raw", Path("out"), tiny_tokenizer, num_workers=workers, engine="hf", shard_tokens=3000)
+        assert result.returncode == 0, result.stderr
+        assert "12 files" in result.stderr
+    assert same_corpus(tmp_path / "one/out", tmp_path / "two/out")
+
+
+def test_a_conversion_into_a_folder_of_another_is_refused(tmp_path: Path, tiny_tokenizer: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    from flame.preprocess.convert import convert
+    from flame.preprocess.convert_config import ConvertOptions
+
+    datasets.disable_progress_bars()
+    data = datasets.Dataset.from_dict({"input_ids": [[70 + number, 71] for number in range(60)]})
+    for name, shards in (("two", 2), ("one", 1)):
+        data.save_to_disk(str(tmp_path / name), num_shards=shards)
+
+    def run(source: str, tokenizer: Path) -> int:
+        chosen = {"from_": "flame-v0", "input": tmp_path / source, "output": tmp_path / "out", "num_workers": 1}
+        return convert(ConvertOptions(tokenizer=tokenizer, **chosen))  # type: ignore[arg-type]
+
+    assert run("two", tiny_tokenizer) == 0
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")}
+    other = write_tiny_tokenizer(tmp_path / "other", vocab_size=300)
+    with pytest.raises(CorpusError, match="tokenizer was"):
+        run("two", other)
+    with pytest.raises(CorpusError, match="no longer an input"):
+        run("one", tiny_tokenizer)
+    (tmp_path / "two/data-00001-of-00002.arrow").touch()
+    with pytest.raises(CorpusError, match="mtime_ns was"):
+        run("two", tiny_tokenizer)
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")} == before
+
+
+# ---- training
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Path) -> Path:
+    return make_training_folder(tmp_path_factory.mktemp("cases"), tiny_tokenizer)
+
+
+SHORT: dict[str, Any] = {"training__batch_size": 1, "checkpoint__interval": 2, "training__steps": 4}
+
+
+def test_a_source_that_is_added_or_weighed_anew_is_refused_between_stop_and_resume(
+    folder: Path, tmp_path: Path, tiny_tokenizer: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_corpus(tmp_path / "new", random_documents(99, seed=7), vocab_size=VOCABULARY, tokenizer=tiny_tokenizer)
+    sources = {"web": folder / "web", "code": folder / "code", "new": tmp_path / "new"}
+
+    def mixture(name: str, **weights: float) -> dict[str, Any]:
+        words = [f"--source={source}={sources[source]}:{weight}" for source, weight in weights.items()]
+        assert flame_mix(["create", *words, f"--output={tmp_path / name}"]) == 0
+        return {"training__dataset": tmp_path / name, "training__data_probs": "null"}
+
+    def started(chosen: dict[str, Any], **more: Any) -> int:
+        words = arguments(folder, tmp_path / "run", **(SHORT | chosen | more))
+        return flame_train([word for word in words if word != "--training.data_probs=null"])
+
+    assert started(mixture("mix.json", web=0.7, code=0.3)) == 0
+    before = (tmp_path / "run/metrics.jsonl").read_bytes()
+    for name, weights in (
+        ("added.json", {"web": 0.7, "code": 0.2, "new": 0.1}),
+        ("weighed.json", {"web": 0.6, "code": 0.4}),
+        ("dropped.json", {"web": 1.0}),
+        ("turned.json", {"code": 0.3, "web": 0.7}),
+    ):
+        capsys.readouterr()
+        assert started(mixture(name, **weights), training__steps=6) == 1, name
+        told = capsys.readouterr().err
+        assert "cannot be resumed" in told and "is not the run's" in told and "Traceback" not in told
+    assert (tmp_path / "run/metrics.jsonl").read_bytes() == before
+    assert started(mixture("again.json", web=7, code=3), training__steps=6) == 0, (
+        "the same proportions are the same data"
+    )
+
+
+def test_documents_of_one_token_leave_no_label_and_such_steps_are_skipped_and_counted(
+    folder: Path, tmp_path: Path, tiny_tokenizer: Path
+) -> None:
+    make_corpus(tmp_path / "ends", [[]] * 2000, vocab_size=VOCABULARY, tokenizer=tiny_tokenizer)
+    data = {"training__dataset": tmp_path / "ends", "training__data_probs": 1}
+    assert flame_train(arguments(folder, tmp_path / "run", **(SHORT | data))) == 0
+    lines = read_metrics(tmp_path / "run")
+    assert [line["optimizer/skipped_step"] for line in lines] == [1, 2, 3, 4]
+    assert all(line["loss_metrics/global_avg_loss"] is None for line in lines)
+
+
+def test_a_forward_in_training_is_the_exported_models_on_each_sequence_alone(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: dict[str, Any] = {}
+    finish = loop._finish
+
+    def look(prepared: Any, *rest: Any) -> None:
+        batch = pack(prepared.sampler, prepared.data.splits, np.arange(4), prepared.geometry)
+        micro = to_device(batch, torch.device("cpu"))
+        names = ("input_ids", "labels", "positions", "cu_seqlens", "max_seqlen")
+        with torch.no_grad():
+            loss, _ = prepared.module(**{name: getattr(micro, name) for name in names})
+        reshard(prepared.module)
+        seen.update(batch=batch, loss=float(loss))
+        finish(prepared, *rest)
+
+    monkeypatch.setattr(loop, "_finish", look)
+    rows = {"training__batch_size": 2, "training__seq_len": 256, "training__context_len": 48}
+    assert flame_train(arguments(folder, tmp_path / "run", **(SHORT | rows), checkpoint__export_hf="true")) == 0
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "run/hf", dtype=torch.float32)
+    batch, total = seen["batch"], 0.0
+    cuts = batch.cu_seqlens.tolist()
+    assert {128, 256, 384, 512} < set(cuts) and max(np.diff(cuts)) == 48
+    for start, stop in itertools.pairwise(cuts):
+        assert batch.positions[0, start:stop].tolist() == list(range(stop - start))
+        ids = torch.from_numpy(batch.input_ids[0, start:stop]).long()
+        labels = torch.from_numpy(batch.labels[0, start:stop]).long()
+        with torch.no_grad():
+            logits = exported(ids[None]).logits[0]
+        if (labels != -100).any():
+            total += float(torch.nn.functional.cross_entropy(logits, labels, reduction="sum"))
+    assert seen["loss"] == pytest.approx(total, rel=1e-5)
+
+
+# ---- schedules
+
+
+def closed_form(step: int, *, steps: int, warmup: int, decay: float | None, lr: float, lowest: float = 0.1) -> float:
+    """The learning rate of a 1-based step, written anew: up, flat, by a line to `lowest` one step after the end."""
+    if step <= warmup:
+        return lr * step / warmup
+    length = max(steps - warmup, 0) if decay is None else min(round(steps * decay), max(steps - warmup, 0))
+    into = step - (steps + 1 - length)
+    return lr if into <= 0 else lr * (lowest + (1 - lowest) * (1 - into / length))
+
+
+def scheduled(warmup: int, decay: float | None, steps: int, lr: float, weight_decay: float) -> dict[str, Any]:
+    return {
+        "lr_scheduler__warmup_steps": warmup,
+        "lr_scheduler__decay_type": "linear",
+        "lr_scheduler__lr_min": 0.1,
+        **({} if decay is None else {"lr_scheduler__decay_ratio": decay}),
+        "training__steps": steps,
+        "optimizer__lr": lr,
+        "optimizer__weight_decay": weight_decay,
+    }
+
+
+@pytest.mark.parametrize(
+    "starts",
+    [
+        pytest.param([(0, 0, None, 5, 1e-3, 0.1)], id="no warm-up"),
+        pytest.param([(0, 1, None, 1, 1e-3, 0.1)], id="one step"),
+        pytest.param([(0, 5, None, 5, 1e-3, 0.1)], id="warm-up to the end"),
+        pytest.param([(0, 9, None, 4, 1e-3, 0.1), (3, 9, None, 12, 1e-3, 0.1)], id="extended in a warm-up"),
+        pytest.param([(0, 1, 0.0, 4, 1e-3, 0.1), (4, 1, 0.0, 6, 1e-3, 0.1)], id="extended, without decay"),
+        pytest.param(
+            [(first, 2, 0.4, 7, 1e-3, 0.1) for first in (0, 1, 3, 6)],
+            id="resumed in each phase",
+        ),
+        pytest.param(
+            [(0, 2, 0.5, 8, 1e-3, 0.1), (1, 2, 0.5, 8, 2e-3, 0.0), (6, 4, 0.25, 12, 5e-4, 0.3)],
+            id="rate and weight decay changed",
+        ),
+    ],
+)
+def test_the_learning_rate_is_the_closed_form_at_every_step_whatever_was_changed(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, starts: list[tuple[Any, ...]]
+) -> None:
+    used: list[tuple[float, dict[str, float]]] = []
+    apply = loop.apply_hyperparameters
+
+    def noted(optimizer: torch.optim.Optimizer, *rest: Any) -> None:
+        apply(optimizer, *rest)
+        groups = optimizer.param_groups
+        used.append((groups[0]["lr"], {group["name"]: group["weight_decay"] for group in groups}))
+
+    monkeypatch.setattr(loop, "apply_hyperparameters", noted)
+    monkeypatch.setattr("os.fsync", lambda descriptor: None)  # no power cut comes here
+    run, expected, steps_used = tmp_path / "run", [], []
+    for number, (first, warmup, decay, steps, lr, weight_decay) in enumerate(starts):
+        chosen = scheduled(warmup, decay, steps, lr, weight_decay) | {"checkpoint__interval": 1}
+        chosen["checkpoint__keep_latest_k"] = 99
+        if number:
+            chosen["checkpoint__load_step"] = first
+        assert flame_train(arguments(folder, run, **(SHORT | chosen))) == 0
+        part = range(first + 1, steps + 1)
+        expected = expected[:first] + [
+            closed_form(step, steps=steps, warmup=warmup, decay=decay, lr=lr) for step in part
+        ]
+        steps_used += [(expected[step - 1], {"decayed": weight_decay, "not_decayed": 0.0}) for step in part]
+    assert [line["optimizer/lr"] for line in read_metrics(run)] == pytest.approx(expected)
+    assert [lr for lr, _ in used] == pytest.approx([lr for lr, _ in steps_used])
+    assert [decays for _, decays in used] == [decays for _, decays in steps_used]
