@@ -7,10 +7,14 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from urllib.parse import unquote, urlsplit
 
 from flame.errors import UsageError
+from flame.preprocess import remote
+from flame.preprocess.hub import hub_files
 from flame.preprocess.progress import log
+from flame.preprocess.remote import is_remote
 from flame.preprocess.saved import SAVED_NOTES, SPLITS, STATE, chosen_split, saved_files, split_names
 from flame.preprocess.storage import FileState, state_of
 
@@ -38,6 +42,7 @@ _METADATA_NAME = re.compile(
     re.IGNORECASE,
 )
 _READABLE = ".parquet, .arrow, .feather, or .jsonl, .txt, .csv, .tsv (these also as .gz and .zst)"
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _GENERIC_LOADERS = {"parquet", "arrow", "json", "csv", "text"}
 
 
@@ -72,13 +77,23 @@ def find_inputs(
     passed_over: list[str] = []
     files: list[FoundFile] = []
     for dataset in _separated(datasets):
-        files += [classify(path) for path in _files_of(dataset, data_dir, data_files, split, passed_over)]
-    if name is not None or revision is not None:
-        raise UsageError(
-            "--dataset_name and --dataset_revision choose from a hub dataset: these are files",
-            got=", ".join(datasets),
-            fix="Leave them away",
-        )
+        if _is_hub_name(dataset, named=name is not None or revision is not None):
+            found = hub_files(
+                dataset, name=name, split=split, revision=revision, data_dir=data_dir, data_files=data_files
+            )
+            files += sorted((classify(url, state) for url, state in found), key=lambda file: natural_key(file.path))
+            continue
+        if name is not None or revision is not None:
+            raise UsageError(
+                "--dataset_name and --dataset_revision choose from a hub dataset: these are files",
+                got=dataset,
+                fix="Leave them away",
+            )
+        if is_remote(dataset):
+            files += _remote_files(dataset, data_dir, data_files, split, passed_over)
+        else:
+            path = unquote(urlsplit(dataset).path) if dataset.startswith("file://") else dataset
+            files += [classify(path) for path in _files_of(path, data_dir, data_files, split, passed_over)]
     _refuse_twice(files)
     if not files:
         raise UsageError("there is no file to read", where=", ".join(datasets), expected=_READABLE)
@@ -90,7 +105,7 @@ def find_inputs(
 def _refuse_twice(files: Sequence[FoundFile]) -> None:
     seen: dict[str, str] = {}
     for file in files:
-        real = os.path.realpath(file.path)
+        real = file.path if is_remote(file.path) else os.path.realpath(file.path)
         if real in seen:
             raise UsageError(
                 "the same file is named twice", got=f"{seen[real]} and {file.path}", expected="each file once"
@@ -123,24 +138,80 @@ def _listed(path: str) -> list[str]:
     return names
 
 
+def _is_hub_name(dataset: str, *, named: bool) -> bool:
+    """Whether `org/name` means a hub dataset: a path that is there wins, and so does one into a folder that is."""
+    if not _HUB_NAME.fullmatch(dataset) or Path(dataset).exists():
+        return False
+    return named or not (Path(dataset).parent.exists() or dataset.startswith("."))
+
+
+def _remote_files(
+    url: str, data_dir: str | None, data_files: Sequence[str], split: str | None, passed_over: list[str]
+) -> list[FoundFile]:
+    _refuse_split(url, split)
+    folder = remote.join(url, data_dir or "")
+    patterns = [remote.join(folder, pattern) for pattern in data_files] or [folder]
+    found = {path: state for pattern in patterns for path, state in remote.find(pattern)}
+    if len(found) == 1 and not _METADATA_NAME.fullmatch(PurePosixPath(remote.name_of(next(iter(found)))).name):
+        return [classify(path, _remote_state(state)) for path, state in found.items()]
+    root = remote.folder_of(folder)
+    known: list[str] = []
+    unknown: list[str] = []
+    for path in sorted(found, key=natural_key):
+        names = path.removeprefix(root).strip("/").split("/")
+        if names[-1] == SPLITS:
+            raise _several_splits(path, [])
+        if any(_METADATA_NAME.fullmatch(name) for name in names):
+            passed_over.append(path)
+        else:
+            (known if _known(names[-1]) else unknown).append(path)
+    _refuse_unknown(url, unknown)
+    return [classify(path, _remote_state(found[path])) for path in known]
+
+
+def _remote_state(state: tuple[int, str | None]) -> FileState:
+    return FileState(size_bytes=state[0], mtime_ns=0, etag=state[1])
+
+
+def _refuse_split(dataset: object, split: str | None) -> None:
+    if split not in (None, "train"):
+        raise UsageError(
+            f"--dataset_split {split}: these files have no splits",
+            where=dataset,
+            expected=f"a folder with a {SPLITS}, as `datasets` saves several splits, or the name of a hub dataset",
+            fix="Name the split's files by --data_files or a pattern",
+        )
+
+
+def _several_splits(where: str, names: Sequence[str]) -> UsageError:
+    return UsageError(
+        "a folder within the dataset holds several splits, and a corpus is made of one",
+        where=where,
+        got=", ".join(names) or None,
+        fix="Name the folder of each split to read in --dataset",
+    )
+
+
+def _refuse_unknown(folder: str, unknown: list[str]) -> None:
+    if unknown:
+        raise UsageError(
+            f"the folder holds {len(unknown)} files that no reader knows",
+            where=folder,
+            got=_some(sorted(unknown, key=natural_key)),
+            expected=_READABLE,
+            fix=f"Move them away, or name what to read by a pattern such as '{folder}/**/*.parquet'",
+        )
+
+
 def _files_of(
     dataset: str, data_dir: str | None, data_files: Sequence[str], split: str | None, passed_over: list[str]
 ) -> list[str]:
-    if "://" in dataset:
-        raise UsageError(
-            f"{dataset} is a remote address: not available yet", fix="Download the files and name their folder"
-        )
     generic = dataset in _GENERIC_LOADERS and not Path(dataset).exists() and bool(data_dir or data_files)
     folder = Path(data_dir or "") if generic else Path(dataset, data_dir or "")
     if (folder / SPLITS).is_file() and not data_files:
         folder = folder / chosen_split(folder, split)
-    elif split not in (None, "train"):
-        raise UsageError(
-            f"--dataset_split {split}: these files have no splits",
-            where=folder,
-            expected=f"a folder with a {SPLITS}, as `datasets` saves several splits, or the name of a hub dataset",
-            fix="Name the split's files by --data_files or a pattern",
-        )
+    else:
+        _refuse_split(folder, split)
     patterns = [str(folder / pattern) for pattern in data_files] if data_files else [str(folder)]
     return sorted((path for pattern in patterns for path in _matches(pattern, passed_over)), key=natural_key)
 
@@ -165,11 +236,6 @@ def _matches(pattern: str, passed_over: list[str]) -> list[str]:
 def _absent(pattern: str) -> UsageError:
     if glob.has_magic(pattern):
         return UsageError("no file matches", got=pattern, fix="Quote the pattern, and check it with ls")
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", pattern) and not Path(pattern).parent.exists():
-        return UsageError(
-            f"there is no file or folder {pattern}, and reading a hub dataset by its name is not available yet",
-            fix=f"Download it (hf download {pattern} --repo-type dataset --local-dir raw) and name the folder raw",
-        )
     return UsageError(
         "there is no such file or folder", got=pattern, fix="Name a file, a folder or a pattern in --dataset"
     )
@@ -183,12 +249,7 @@ def _walk(folder: str, passed_over: list[str]) -> Iterator[str]:
         folders[:] = sorted(name for name in folders if not _METADATA_NAME.fullmatch(name))
         rows = saved_files(Path(parent)) if STATE in names else None
         if SPLITS in names:
-            raise UsageError(
-                "a folder within the dataset holds several splits, and a corpus is made of one",
-                where=parent,
-                got=", ".join(split_names(Path(parent))) or "none",
-                fix="Name the folder of each split to read in --dataset",
-            )
+            raise _several_splits(parent, split_names(Path(parent)))
         for name in names:
             path = os.path.normpath(Path(parent, name))
             if rows is not None and (name.endswith(".arrow") or name in SAVED_NOTES):
@@ -201,15 +262,7 @@ def _walk(folder: str, passed_over: list[str]) -> Iterator[str]:
             else:
                 unknown.append(path)
         yield from rows or ()
-    if unknown:
-        unknown.sort(key=natural_key)
-        raise UsageError(
-            f"the folder holds {len(unknown)} files that no reader knows",
-            where=folder,
-            got=_some(unknown),
-            expected=_READABLE,
-            fix=f"Move them away, or name what to read by a pattern such as '{folder}/**/*.parquet'",
-        )
+    _refuse_unknown(folder, unknown)
 
 
 def _some(paths: Sequence[str]) -> str:
@@ -228,7 +281,7 @@ def _known(name: str) -> bool:
 
 def _suffixes(path: str) -> tuple[str, str | None]:
     """Return what tells the format, "" for nothing, and the compression."""
-    name = Path(path.lower())
+    name = PurePosixPath(remote.name_of(path).lower())
     compression = COMPRESSIONS.get(name.suffix)
     suffix = name.suffix if compression is None else name.with_suffix("").suffix
     return ("" if compression is not None and suffix in COLUMNAR_FORMATS else suffix), compression

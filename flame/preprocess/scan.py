@@ -17,6 +17,7 @@ from flame.preprocess.readers.lines import MISSING, lookup, parse_object
 from flame.preprocess.readers.rows import field_of, is_text_type
 from flame.preprocess.readers.stream import ByteStream, DamagedStreamError, lines_between
 from flame.preprocess.readers.tables import TABLES, UNTYPED, Table
+from flame.preprocess.remote import RemoteError
 
 SHOWN_COLUMNS = 20
 PROBED_FILES = 100
@@ -50,6 +51,8 @@ def _table(file: FoundFile, text_column: str | None, on_error: str) -> Table | N
     """Return what the file says of itself, None where it is damaged and to be skipped."""
     try:
         return TABLES[file.format](file.path, file.compression, text_column)
+    except RemoteError:
+        raise
     except InputError:
         if on_error == "fail":
             raise

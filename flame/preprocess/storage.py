@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import io
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, cast
+
+from flame.preprocess import remote
+from flame.preprocess.remote import RemoteFile, is_remote
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,10 +22,19 @@ class FileState:
 
 def state_of(path: str) -> FileState:
     """Return the state of a file as it is now; `FileNotFoundError` where there is none."""
+    if is_remote(path):
+        size, etag = remote.describe(path, fresh=True)
+        return FileState(size_bytes=size, mtime_ns=0, etag=etag)
     found = Path(path).stat()
     return FileState(size_bytes=found.st_size, mtime_ns=found.st_mtime_ns)
 
 
-def open_file(path: str) -> BinaryIO:
-    """Open a file to read at any place."""
-    return open(path, "rb")
+def open_file(path: str, *, read_ahead: bool = True) -> BinaryIO:
+    """Open a file to read at any place.
+
+    `read_ahead` is for who reads on: a remote file then comes in large parts, else as exactly what is asked for.
+    """
+    if not is_remote(path):
+        return open(path, "rb")
+    file = RemoteFile(path, remote.describe(path)[0])
+    return cast(BinaryIO, io.BufferedReader(file, remote.READ_AHEAD_BYTES) if read_ahead else file)

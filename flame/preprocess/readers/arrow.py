@@ -19,6 +19,7 @@ from flame.preprocess.plan import COMPRESSION_RATIO, Piece
 from flame.preprocess.readers.columns import Columns
 from flame.preprocess.readers.rows import field_of, is_text_type, one_line, read_groups
 from flame.preprocess.rejects import Rejects
+from flame.preprocess.remote import RemoteError
 from flame.preprocess.storage import open_file
 from flame.preprocess.texts import Documents
 
@@ -26,6 +27,7 @@ FILE_MAGIC = b"ARROW1\0\0"
 FEATHER_V1_MAGIC = b"FEA1"
 END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 MAX_HEADER_BYTES = 2**28
+HEAD_BYTES = 4096  # read at once, as most headers are shorter
 _DICTIONARY, _BATCH = 2, 3  # MessageHeader in the format's Message.fbs
 
 
@@ -68,7 +70,7 @@ def read_layout(path: str) -> ArrowLayout:
 
     Cost: the headers of all messages are read, and no body.
     """
-    with open_file(path) as file:
+    with open_file(path, read_ahead=False) as file:
         size = file.seek(0, io.SEEK_END)
         file.seek(0)
         magic = file.read(len(FILE_MAGIC))
@@ -115,7 +117,8 @@ def _read_messages(file: BinaryIO, start: int, size: int) -> ArrowLayout:
 def _read_header(file: BinaryIO, place: int, size: int) -> tuple[bytes | None, int]:
     """Return the header of the message at `place`, None at the end of the stream, and where it ends."""
     file.seek(place)
-    prefix = file.read(8)
+    head = file.read(HEAD_BYTES)
+    prefix = head[:8]
     if prefix == END_OF_STREAM:
         return None, place + 8
     if len(prefix) < 8:
@@ -128,6 +131,8 @@ def _read_header(file: BinaryIO, place: int, size: int) -> tuple[bytes | None, i
             return None, begin
     if length > min(MAX_HEADER_BYTES, size - begin):
         raise ValueError(f"no message begins at byte {place}, or it is cut short")
+    if begin + length - place <= len(head):
+        return head[begin - place : begin - place + length], begin + length
     file.seek(begin)
     return file.read(length), begin + length
 
@@ -191,6 +196,8 @@ def read_arrow(piece: Piece, columns: Columns, rejects: Rejects) -> Iterator[Doc
     """Yield the documents of the piece's record batches. Cost: memory grows with the largest record batch."""
     try:
         layout = read_layout(piece.path)
+    except RemoteError:
+        raise
     except InputError as error:
         what = f"{error.what}: {error.got}"
         rejects.malformed("corrupt", what, path=piece.path, row=0, place=lambda: "the whole file")
@@ -210,7 +217,7 @@ def arrow_batches(
     schema = layout.schema
     fields = {schema.get_field_index(name if name in schema.names else name.split(".")[0]) for name in names}
     options = pa.ipc.IpcReadOptions(use_threads=False, included_fields=sorted(fields))
-    with open_file(path) as file:
+    with open_file(path, read_ahead=False) as file:
         source = io.BufferedReader(_Stretches(file, layout.needed(group)), 2**16)
         batch = pa.ipc.open_stream(pa.PythonFile(source, mode="r"), options=options).read_next_batch()
     _check_offsets(batch)

@@ -12,6 +12,7 @@ from flame.preprocess.readers.csv import read_csv
 from flame.preprocess.readers.lines import read_jsonl, read_txt
 from flame.preprocess.readers.parquet import read_parquet
 from flame.preprocess.rejects import Rejects
+from flame.preprocess.remote import is_pinned, is_remote
 from flame.preprocess.storage import FileState, state_of
 from flame.preprocess.texts import Documents
 
@@ -28,11 +29,20 @@ READERS: dict[str, Callable[[Piece, Columns, Rejects], Iterator[Documents]]] = {
 def read_piece(piece: Piece, columns: Columns, rejects: Rejects) -> Iterator[Documents]:
     """Yield the documents of a piece; `InputError` if its file is no longer the one that was planned."""
     check_unchanged(piece)
-    return READERS[piece.format](piece, columns, rejects)
+    documents = READERS[piece.format](piece, columns, rejects)
+    return _checked_again(documents, piece) if is_remote(piece.path) else documents
+
+
+def _checked_again(documents: Iterator[Documents], piece: Piece) -> Iterator[Documents]:
+    """Yield the documents of a remote piece, whose file might change under the hands of who reads it."""
+    yield from documents
+    check_unchanged(piece)
 
 
 def check_unchanged(piece: Piece) -> None:
     """Raise `InputError` if the file of a piece is no longer the one that was planned."""
+    if is_pinned(piece.path):
+        return
     try:
         found = state_of(piece.path)
     except FileNotFoundError as error:

@@ -12,6 +12,8 @@ from flame.preprocess.plan import Piece
 from flame.preprocess.readers.columns import Columns
 from flame.preprocess.readers.rows import field_of, one_line, read_groups
 from flame.preprocess.rejects import Rejects
+from flame.preprocess.remote import READ_AHEAD_BYTES, RemoteError, is_remote
+from flame.preprocess.storage import open_file
 from flame.preprocess.texts import Documents
 
 READ_BUFFER_BYTES = 2**20
@@ -20,7 +22,12 @@ READ_BUFFER_BYTES = 2**20
 def open_parquet(path: str) -> pq.ParquetFile:
     """Open a parquet file; `InputError` where it is none."""
     try:
-        return pq.ParquetFile(path, pre_buffer=False, buffer_size=READ_BUFFER_BYTES, page_checksum_verification=True)
+        return pq.ParquetFile(
+            open_file(path, read_ahead=False) if is_remote(path) else path,
+            pre_buffer=False,
+            buffer_size=READ_AHEAD_BYTES if is_remote(path) else READ_BUFFER_BYTES,
+            page_checksum_verification=True,
+        )
     except (pa.ArrowException, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise
@@ -45,6 +52,8 @@ def read_parquet(piece: Piece, columns: Columns, rejects: Rejects) -> Iterator[D
     """Yield the documents of the piece's row groups; a damaged page or file is malformed input."""
     try:
         file = open_parquet(piece.path)
+    except RemoteError:
+        raise
     except InputError as error:
         what = f"{error.what}: {error.got}"
         rejects.malformed("corrupt", what, path=piece.path, row=0, place=lambda: "the whole file")

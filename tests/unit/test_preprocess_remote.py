@@ -1,0 +1,150 @@
+"""Files of a server on this host: parts of them, trying again, and what is told where that is no use."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.feather as feather
+import pyarrow.parquet as pq
+import pytest
+
+from flame.errors import InputError, UsageError
+from flame.preprocess import remote
+from flame.preprocess.inputs import find_inputs
+from flame.preprocess.plan import cut_file
+from flame.preprocess.readers.columns import Columns
+from flame.preprocess.readers.formats import read_piece
+from flame.preprocess.rejects import Rejects
+from flame.preprocess.scan import scan_inputs
+from tests.loopback import FileServer
+
+pytest.importorskip("aiohttp")
+TEXTS = [f"{i} " + "words " * (i % 90) for i in range(3000)]
+TEXT = Columns(text="text", kept=pa.schema([]))
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FileServer]:
+    monkeypatch.setattr(remote, "FIRST_WAIT_SECONDS", 0)
+    monkeypatch.setattr(remote, "READ_AHEAD_BYTES", 2**16)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    with FileServer(tmp_path) as found:
+        yield found
+
+
+def write(folder: Path, name: str) -> Path:
+    table = pa.table({"text": TEXTS, "other": ["unrelated " * 100] * len(TEXTS)})
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()
+    if name.endswith(".parquet"):
+        pq.write_table(table, folder / name, row_group_size=1000, compression="none", use_dictionary=["other"])
+    elif name.endswith(".arrow"):
+        feather.write_feather(table, folder / name, chunksize=1000, compression="uncompressed")
+    else:
+        (folder / name).write_bytes(gzip.compress(lines) if name.endswith(".gz") else lines)
+    return folder / name
+
+
+def read(*datasets: str, on_error: str = "fail") -> list[str]:
+    found = find_inputs(datasets, data_dir=None, data_files=())
+    files, columns = scan_inputs(
+        found,
+        text_columns=("text",),
+        keep_columns=(),
+        limit_documents=None,
+        limit_bytes=None,
+        on_error=on_error,
+    )
+    batches = (
+        batch
+        for file in files
+        for piece in cut_file(file, 100_000)
+        for batch in read_piece(piece, columns, Rejects(on_error=on_error))
+    )
+    return [text for batch in batches for text in batch.texts.to_pylist()]
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow", "a.jsonl", "a.jsonl.gz"])
+def test_a_file_is_read_by_parts(server: FileServer, name: str) -> None:
+    size = write(server.folder, name).stat().st_size
+    assert read(f"{server.url}/{name}?download=true") == TEXTS
+    parts = [part for method, _, part in server.requests if method == "GET"]
+    assert all(parts)
+    if name.endswith("parquet"):
+        ranges = [tuple(map(int, part.removeprefix("bytes=").split("-"))) for part in parts if part]
+        assert max(last - first for first, last in ranges) < size / 2
+
+
+def test_a_remote_file_reads_as_a_local_one(server: FileServer) -> None:
+    data = bytes(range(256)) * 100
+    (server.folder / "a.bin").write_bytes(data)
+    file = remote.RemoteFile(f"{server.url}/a.bin", len(data))
+    for seek, size in (((0,), 10), ((-7, io.SEEK_END), 100), ((25_000,), -1), ((30_000,), 5)):
+        local = io.BytesIO(data)
+        assert file.seek(*seek) == local.seek(*seek)
+        assert file.read(size) == local.read(size)
+        assert file.tell() == local.tell()
+
+
+@pytest.mark.parametrize("fault", ["failures", "cuts"])
+def test_a_server_that_errs_a_few_times_is_asked_again_and_told(
+    server: FileServer, capfd: pytest.CaptureFixture[str], fault: str
+) -> None:
+    write(server.folder, "a.jsonl.gz")
+    getattr(server, fault)["a.jsonl.gz"] = 3
+    assert read(f"{server.url}/a.jsonl.gz") == TEXTS
+    told = [line for line in capfd.readouterr().err.splitlines() if "trying again" in line]
+    assert len(told) == 3
+    assert "a.jsonl.gz, bytes 0 to" in told[0]
+    assert ("503" in told[0]) == (fault == "failures")
+
+
+def test_a_server_that_keeps_erring_is_named(server: FileServer) -> None:
+    write(server.folder, "a.parquet")
+    server.failures["a.parquet"] = 1000
+    for on_error in ("fail", "skip"):
+        with pytest.raises(InputError, match=r"remote file cannot be read.*a\.parquet, bytes.*503.*6 times"):
+            read(f"{server.url}/a.parquet", on_error=on_error)
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.jsonl"])
+def test_a_remote_file_that_changes_is_named(server: FileServer, name: str) -> None:
+    path = write(server.folder, name)
+    found = find_inputs([f"{server.url}/{name}"], data_dir=None, data_files=())
+    ((file,), _) = scan_inputs(
+        found, text_columns=("text",), keep_columns=(), limit_documents=None, limit_bytes=None, on_error="fail"
+    )
+    assert file.etag
+    documents = read_piece(cut_file(file, 2**30)[0], TEXT, Rejects(on_error="skip"))
+    next(documents)
+    other = path.read_bytes().replace(b"words", b"Words")
+    path.write_bytes(other)
+    with pytest.raises(InputError, match=rf"changed after the build was planned.*{name}.*etag {file.etag}"):
+        list(documents)
+    with pytest.raises(InputError, match="changed after"):
+        read_piece(cut_file(file, 2**30)[0], TEXT, Rejects(on_error="skip"))
+    path.unlink()
+    with pytest.raises(InputError, match=rf"is gone.*{name}"):
+        read_piece(cut_file(file, 2**30)[0], TEXT, Rejects(on_error="skip"))
+
+
+def test_what_is_absent_or_has_no_parts_is_refused(server: FileServer) -> None:
+    with pytest.raises(UsageError, match=r"no such remote file.*absent\.parquet"):
+        read(f"{server.url}/absent.parquet")
+    write(server.folder, "a.parquet")
+    server.ranges = False
+    with pytest.raises(InputError, match="no parts of files"):
+        read(f"{server.url}/a.parquet")
+    (server.folder / "list.txt").write_text(f"{server.url}/a.parquet\n")
+    with pytest.raises(InputError, match="no parts of files"):
+        read(f"@{server.folder}/list.txt")
+
+
+def test_a_file_url_is_a_path(tmp_path: Path) -> None:
+    write(tmp_path, "a b.jsonl")
+    (found,) = find_inputs([f"file://{tmp_path}/a%20b.jsonl"], data_dir=None, data_files=())
+    assert found.path == str(tmp_path / "a b.jsonl")
