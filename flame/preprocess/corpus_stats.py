@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from flame.errors import CorpusError
+from flame.errors import CorpusError, FlameError
 from flame.preprocess.distribution import Distribution
 from flame.preprocess.duplicates import Copies, CopyCounter
 from flame.preprocess.shard_stats import ShardJob, ShardStats, count_shard
@@ -116,7 +118,7 @@ def _counted(jobs: Sequence[ShardJob], num_workers: int | None) -> Iterator[Shar
         pool: ProcessPoolExecutor | None = None
         if workers > 1 and total > PROCESS_TOKENS:
             context = multiprocessing.get_context("spawn")
-            pool = stack.enter_context(ProcessPoolExecutor(workers, mp_context=context))
+            pool = stack.enter_context(ProcessPoolExecutor(workers, context, _leave_interrupts))
             stack.callback(pool.shutdown, cancel_futures=True)
         waiting: deque[Future[ShardStats]] = deque()
         ahead = 0
@@ -124,5 +126,21 @@ def _counted(jobs: Sequence[ShardJob], num_workers: int | None) -> Iterator[Shar
             while pool is not None and ahead < len(jobs) and len(waiting) < 2 * workers:
                 waiting.append(pool.submit(count_shard, jobs[ahead]))
                 ahead += 1
-            yield count_shard(job) if pool is None else waiting.popleft().result()
+            yield count_shard(job) if pool is None else _result(waiting.popleft(), job)
             bar.update(job.shard.num_tokens)
+
+
+def _leave_interrupts() -> None:
+    """Leave Ctrl-C to the process that waits: it ends the others."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _result(future: Future[ShardStats], job: ShardJob) -> ShardStats:
+    try:
+        return future.result()
+    except BrokenProcessPool as error:
+        raise FlameError(
+            "a process that counted a shard was killed",
+            where=f"{job.corpus}, at or after {job.split}/{job.shard.name}",
+            fix="If memory was short, count with fewer of them: --num_workers",
+        ) from error

@@ -6,8 +6,8 @@ first with room for any length and patched at the end, so that a shard is writte
 
 from __future__ import annotations
 
-import ast
 import os
+import re
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +27,7 @@ REJECTS_FOLDER = "rejects"
 RESTORE = "Restore the file from a copy, or build the corpus again"
 
 _MAGIC = b"\x93NUMPY\x01\x00"
+_SHAPE = re.compile(rb"'shape': \(([0-9]{1,20}),\)")
 
 
 def npy_header(dtype: np.dtype[np.unsignedinteger], length: int) -> bytes:
@@ -66,12 +67,8 @@ def read_npy_length(path: Path, dtype: np.dtype[np.unsignedinteger]) -> int:
 def _length_in_header(header: bytes, dtype: np.dtype[np.unsignedinteger]) -> int | None:
     if len(header) != HEADER_BYTES or not header.startswith(_MAGIC):
         return None
-    try:
-        description = ast.literal_eval(header[len(_MAGIC) + 2 :].decode("ascii"))
-        (length,) = description["shape"]
-        return int(length) if header == npy_header(dtype, length) else None
-    except (ValueError, SyntaxError, KeyError, TypeError, MemoryError):
-        return None
+    match = _SHAPE.search(header)
+    return int(match[1]) if match and header == npy_header(dtype, int(match[1])) else None
 
 
 def unreadable_file(path: Path, error: OSError) -> CorpusError:

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from flame.errors import CorpusError, UsageError
+from flame.errors import CorpusError, FlameError, UsageError
 from flame.preprocess import corpus_stats, duplicates, shard_stats, tally
 from flame.preprocess.distribution import Distribution
 from flame.preprocess.duplicates import CopyCounter, records_of
@@ -195,6 +196,24 @@ def test_processes_count_the_same(
     straight = counted(corpus, capsys)
     monkeypatch.setattr(corpus_stats, "PROCESS_TOKENS", 0)
     assert counted(corpus, capsys, num_workers=2) == straight
+    os.truncate(tokens_path(corpus, "train", "shard-00000-001"), 200)
+    with pytest.raises(CorpusError, match=r"was cut short.*shard-00000-001\.tokens\.npy; got 200 bytes") as caught:
+        stats(StatsOptions(corpus=corpus, num_workers=2))
+    assert caught.value.got == "200 bytes"
+
+
+class DyingPool(ProcessPoolExecutor):
+    """Its processes die as they are given a shard."""
+
+    def submit(self, *args: Any, **kwargs: Any) -> Any:
+        return super().submit(os._exit, 9)
+
+
+def test_a_killed_process_is_told(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(corpus_stats, "PROCESS_TOKENS", 0)
+    monkeypatch.setattr(corpus_stats, "ProcessPoolExecutor", DyingPool)
+    with pytest.raises(FlameError, match=r"was killed.*train/shard-00000-000.*--num_workers"):
+        stats(StatsOptions(corpus=corpus, num_workers=2))
 
 
 def test_small_chunks_count_the_same(

@@ -125,6 +125,16 @@ def test_findings_as_json(corpus: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert (found["start_byte"], found["stop_byte"]) == (200, size_bytes)
 
 
+def test_progress_is_told_where_there_is_no_terminal(
+    corpus: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flame.preprocess.verify.SECONDS_BETWEEN_LINES", 0)
+    assert verify(VerifyOptions(corpus=corpus, num_workers=1)) == 0
+    out, err = capsys.readouterr()
+    lines = [line for line in err.splitlines() if line.startswith("verify: ")]
+    assert len(lines) == 8 and lines[-1].startswith("verify: 100.0% of ") and out == ""
+
+
 def test_from_the_command_line(
     corpus: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
