@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,17 +22,20 @@ from flame.preprocess.convert_config import ConvertOptions
 from flame.preprocess.exports import boundaries
 from flame.preprocess.exports import export as exporting
 from flame.preprocess.exports.formats import EXPORTS
-from flame.preprocess.plan import Piece
+from flame.preprocess.plan import Piece, cut_file
+from flame.preprocess.readers.columns import Columns
 from flame.preprocess.sources import indexed
 from flame.preprocess.sources.datatrove import LAYOUT as DATATROVE
 from flame.preprocess.sources.formats import SOURCES
 from flame.preprocess.sources.megatron import LAYOUT as MEGATRON
+from flame.shards.format import TOKEN_DTYPE, npy_header
 from flame.shards.manifest import Manifest, read_manifest
 from tests.builds import build_here, documents_of, files_of, rows_of, some_texts, write_parquet
 from tests.tokenizers import write_tiny_tokenizer
 
 EOS_ID = 0
 FORMATS = ("megatron", "datatrove")
+NO_COLUMNS = Columns(text="", kept=pa.schema([]))
 Documents = Sequence[Sequence[int]]
 
 
@@ -258,6 +262,7 @@ def put(path: Path, offset: int, kind: str, value: int) -> None:
     path.write_bytes(data)
 
 
+@pytest.mark.parametrize("at_once", [1, 2, 2**20])
 @pytest.mark.parametrize(
     ("offset", "kind", "value", "shown"),
     [
@@ -274,8 +279,12 @@ def put(path: Path, offset: int, kind: str, value: int) -> None:
         (34 + 12 + 24 + 24, "<q", 4, "got 0 to 4; expected 0 to 3"),
     ],
 )
-def test_a_false_index_of_megatron_is_told(tmp_path: Path, offset: int, kind: str, value: int, shown: str) -> None:
+def test_a_false_index_of_megatron_is_told(
+    tmp_path: Path, offset: int, kind: str, value: int, shown: str, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flame.preprocess.sources.megatron.CHECKED_AT_ONCE", at_once)
     tokens = write_megatron(tmp_path / "a", [[[70, 71, 0]], [[72, 0]], [[73, 0]]])
+    SOURCES["megatron"].find(tokens, None, ())
     put(tmp_path / "a.idx", offset, kind, value)
     with pytest.raises(InputError, match=shown):
         SOURCES["megatron"].find(tokens, None, ())
@@ -308,6 +317,22 @@ def test_falling_ends_and_false_metadata_of_datatrove_are_told(
     (tmp_path / "b.ds.loss").touch()
     with pytest.raises(InputError, match="loss mask"):
         SOURCES["datatrove"].find(tokens, None, ())
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_an_index_that_changes_while_tasks_run_is_told(tmp_path: Path, form: str) -> None:
+    tokens = write(form, tmp_path / "a", [[70] * 4, [71] * 2])
+    (file, index), _ = SOURCES[form].find(tokens, None, ())
+    (piece,) = cut_file(file, 2**20)
+    assert sum(len(rows.lengths) for rows in SOURCES[form].read(piece, NO_COLUMNS)) == 2
+    other = write(form, tmp_path / "b", [[70] * 3, [71] * 2])
+    {"megatron": MEGATRON, "datatrove": DATATROVE}[form].index_path(other).replace(index.path)
+    tokens.write_bytes(other.read_bytes())
+    with pytest.raises(InputError, match=r"an index changed after the conversion was planned.*a\."):
+        list(SOURCES[form].read(piece, NO_COLUMNS))
+    Path(index.path).unlink()
+    with pytest.raises(InputError, match="lacks its other half"):
+        list(SOURCES[form].read(piece, NO_COLUMNS))
 
 
 def test_another_index_is_another_input(tmp_path: Path, tok: Path) -> None:
@@ -427,11 +452,24 @@ def test_nothing_is_written_over_and_a_part_is_told_as_such(tmp_path: Path, corp
 
 
 @pytest.mark.parametrize("form", FORMATS)
+def test_an_empty_split_is_refused(tmp_path: Path, tok: Path, form: str) -> None:
+    run(form, write(form, tmp_path / "in/a", [[70, 71]]), tmp_path / "web", tok, val_fraction=0.001)
+    with pytest.raises(CorpusError, match=r"no documents.*--split val"):
+        leave(form, tmp_path / "web", tmp_path / "out/web", split="val")
+
+
+@pytest.mark.parametrize("form", FORMATS)
 def test_a_damaged_shard_leaves_no_file_behind(tmp_path: Path, tok: Path, form: str) -> None:
     run("datatrove", write_datatrove(tmp_path / "in/a", [[70, 71], [72]]), tmp_path / "web", tok)
     (shard,) = (tmp_path / "web/train").glob("*.tokens.npy")
     put(shard, 128 + 4, "<I", 75)
     with pytest.raises(CorpusError, match=r"not those that were sealed.*tokens\.npy"):
+        leave(form, tmp_path / "web", tmp_path / "out/web")
+    shard.write_bytes(npy_header(TOKEN_DTYPE, 4) + bytes(16))
+    with pytest.raises(CorpusError, match=r"not the one in the manifest.*got 4 tokens; expected 5 tokens"):
+        leave(form, tmp_path / "web", tmp_path / "out/web")
+    shard.write_bytes(shard.read_bytes()[:-1])
+    with pytest.raises(CorpusError, match=r"cut short.*tokens\.npy"):
         leave(form, tmp_path / "web", tmp_path / "out/web")
     assert not list((tmp_path / "out").iterdir())
 

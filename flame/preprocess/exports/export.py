@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 import xxhash
@@ -18,7 +18,7 @@ from flame.preprocess.convert_config import ConvertOptions
 from flame.preprocess.exports.formats import EXPORTS, Export
 from flame.preprocess.progress import BuildProgress
 from flame.preprocess.task import Progress
-from flame.shards.format import RESTORE, TOKEN_DTYPE, tokens_path
+from flame.shards.format import HEADER_BYTES, RESTORE, TOKEN_DTYPE, read_npy_length, tokens_path
 from flame.shards.manifest import ShardInfo
 from flame.shards.reader import Corpus, Split
 
@@ -29,13 +29,15 @@ def export(options: ConvertOptions) -> int:
     """Write the files that `options` ask for; returns the exit code.
 
     They appear whole, the index last, or not at all. Each shard's checksum is recomputed on the way. Cost: one reading
-    of the tokens in order, and some chunks of 16 MiB in memory.
+    of the tokens, in order; memory for a few chunks of 16 MiB.
     """
     assert options.to is not None and options.corpus is not None
     started = time.monotonic()
     form = EXPORTS[options.to]
     corpus = Corpus.open(options.corpus)
     split = corpus.split(options.split)
+    if not split.num_documents:
+        raise CorpusError("the split has no documents", where=options.corpus, got=f"--split {split.name}")
     dtype = choose_dtype(form, options, split)
     if options.output.is_dir():
         raise UsageError(
@@ -120,33 +122,52 @@ def _durable(path: Path) -> Iterator[BinaryIO]:
 
 def _write_tokens(path: Path, split: Split, dtype: str) -> None:
     with _durable(path) as file, BuildProgress(split.num_tokens * TOKEN_DTYPE.itemsize, 0) as progress:
-        start = 0
         for shard in split.shards:
-            _write_shard(file, split, shard, start, dtype, progress.add)
-            start += shard.num_tokens
+            _write_shard(file, split, shard, np.dtype(dtype).newbyteorder("<"), progress.add)
+
+
+@contextlib.contextmanager
+def _opened(path: Path, num_tokens: int) -> Iterator[BinaryIO]:
+    """Open a shard's tokens behind their header; `CorpusError` unless there are so many."""
+    found = read_npy_length(path, TOKEN_DTYPE)
+    if found != num_tokens:
+        raise CorpusError(
+            "a shard is not the one in the manifest",
+            where=path,
+            got=f"{found} tokens",
+            expected=f"{num_tokens} tokens",
+            fix=RESTORE,
+        )
+    with open(path, "rb", buffering=0) as file:
+        file.seek(HEADER_BYTES)
+        yield file
 
 
 def _write_shard(
-    file: BinaryIO, split: Split, shard: ShardInfo, start: int, dtype: str, report: Callable[[Progress], None]
+    file: BinaryIO, split: Split, shard: ShardInfo, dtype: np.dtype[Any], report: Callable[[Progress], None]
 ) -> None:
-    """Write the tokens of a shard, which begin at `start` in the split; `CorpusError` unless they have its checksum."""
+    """Write the tokens of a shard; `CorpusError` unless they have its checksum.
+
+    They are read, not mapped: pages of a map stay with this process, and a shard has a gigabyte of them.
+    """
+    path = tokens_path(split.corpus.path, split.name, shard.name)
     digest = xxhash.xxh3_128()
-    stop = start + shard.num_tokens
-    for begin in range(start, stop, CHUNK_TOKENS):
-        tokens = split.read(begin, min(begin + CHUNK_TOKENS, stop))
-        digest.update(tokens.data)
-        file.write(tokens.astype(np.dtype(dtype).newbyteorder("<")).data)
-        last = begin + len(tokens) == stop
-        report(
-            Progress(
-                input_bytes=tokens.nbytes, num_documents=shard.num_documents if last else 0, num_tokens=len(tokens)
-            )
-        )
+    left = shard.num_tokens
+    with _opened(path, left) as source:
+        while left:
+            tokens = np.fromfile(source, TOKEN_DTYPE, min(CHUNK_TOKENS, left))
+            if len(tokens) == 0:
+                raise CorpusError("a shard was cut short while it was read", where=path, fix=RESTORE)
+            left -= len(tokens)
+            digest.update(tokens.data)
+            file.write(tokens.astype(dtype).data)
+            num_documents = 0 if left else shard.num_documents
+            report(Progress(input_bytes=tokens.nbytes, num_documents=num_documents, num_tokens=len(tokens)))
     found = f"xxh3:{digest.hexdigest()}"
     if found != shard.tokens_checksum:
         raise CorpusError(
             "a shard's tokens are not those that were sealed",
-            where=tokens_path(split.corpus.path, split.name, shard.name),
+            where=path,
             got=f"checksum {found}",
             expected=shard.tokens_checksum,
             fix=f"{RESTORE}; flame-preprocess verify says where",
