@@ -277,6 +277,12 @@ def _alone_in(folder: Path, world: World) -> Iterator[None]:
         try:
             if world.is_main:
                 held.enter_context(exclusive_lock(folder / ".lock", what="this run"))
+        except OSError as caught:
+            error = TrainingError(
+                f"the run folder cannot be written into: {caught.strerror or caught}",
+                where=caught.filename or folder,
+                fix="Name another folder in --job.dump_folder, or make this one writable",
+            )
         except Exception as caught:
             error = caught
         raise_together(error, world, "opening the run folder")

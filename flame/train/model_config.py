@@ -19,6 +19,8 @@ from flame.train.log import log
 
 ROWS_MULTIPLE = 128
 CUSTOM_MODELS = "custom_models"
+_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_heads", "head_dim")
+_OLD_SIZES = ("n_embd", "n_layer", "n_head")
 
 
 def load_model_config(
@@ -49,6 +51,7 @@ def load_model_config(
             where=source,
             expected='"model_type", for example "llama"',
         )
+    _refuse_sizes(values, source)
     _import_definitions(model_type, custom_model_path)
     config = _construct(source, model_type, trust_remote_code)
     if norm_type is not None:
@@ -110,6 +113,19 @@ def _read(source: str) -> dict[str, Any]:
             fix=f"The hub said: {str(error).splitlines()[0]}",
         ) from error
     return values
+
+
+def _refuse_sizes(values: Mapping[str, Any], source: str) -> None:
+    """Raise `TrainingError` for a size below 1: some models would be built without their layers, and be trained."""
+    wrong = [f"{name} {values[name]}" for name in (*_SIZES, *_OLD_SIZES) if _is_below_one(values.get(name))]
+    if wrong:
+        raise TrainingError(
+            "the model's configuration is refused", where=source, got=", ".join(wrong), expected="1 or more of each"
+        )
+
+
+def _is_below_one(value: Any) -> bool:
+    return isinstance(value, int | float) and value < 1
 
 
 def _nearest_file(path: Path) -> str | None:
@@ -194,7 +210,7 @@ def _construct(source: str, model_type: str, trust_remote_code: bool) -> Pretrai
             expected=f"{near[0]}, perhaps" if near else "one of " + ", ".join(FAMILIES),
             fix=f"A model of your own goes into {CUSTOM_MODELS}/, or is named by --experimental.custom_model_path",
         ) from error
-    except (StrictDataclassError, TypeError, ArithmeticError) as error:
+    except (StrictDataclassError, TypeError, AttributeError, ArithmeticError) as error:
         raise TrainingError("the model's configuration is refused", where=source, got=_one_line(error)) from error
 
 

@@ -152,6 +152,12 @@ def test_a_second_run_in_the_folder_is_refused(
         refused(capsys, arguments(folder, run), 1, "another process", str(os.getpid()))
 
 
+def test_a_run_folder_that_cannot_be_one(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("x")
+    for run in (tmp_path / "file", tmp_path / "file" / "run"):
+        refused(capsys, arguments(folder, run), 1, "cannot be written into", str(run), "job.dump_folder")
+
+
 def test_a_disk_that_refuses_a_checkpoint(folder: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     argv = arguments(folder, run, training__steps=4, checkpoint__interval=2)

@@ -100,6 +100,12 @@ def test_a_folder_without_a_configuration(tmp_path: Path) -> None:
         ("[]", "not a JSON object"),
         ("{}", 'expected "model_type"'),
         ('{"model_type": "lama"}', "got model_type lama; expected llama, perhaps"),
+        ('{"model_type": "llama", "num_hidden_layers": 0}', "is refused .*num_hidden_layers 0"),
+        ('{"model_type": "llama", "hidden_size": -3, "head_dim": 0}', "hidden_size -3, head_dim 0"),
+        ('{"model_type": "gpt2", "n_layer": 0}', "n_layer 0"),
+        ('{"model_type": "llama", "hidden_size": "x"}', "is refused .*hidden_size"),
+        ('{"model_type": "llama", "hidden_size": 10, "num_attention_heads": 3}', "is refused .*attention heads"),
+        ('{"model_type": "llama", "dtype": "float17"}', "is refused .*float17"),
     ],
 )
 def test_what_a_configuration_must_say(tmp_path: Path, text: str, reason: str) -> None:
