@@ -118,21 +118,27 @@ def _counted(jobs: Sequence[ShardJob], num_workers: int | None) -> Iterator[Shar
         pool: ProcessPoolExecutor | None = None
         if workers > 1 and total > PROCESS_TOKENS:
             context = multiprocessing.get_context("spawn")
-            pool = stack.enter_context(ProcessPoolExecutor(workers, context, _leave_interrupts))
+            pool = stack.enter_context(ProcessPoolExecutor(workers, context))
             stack.callback(pool.shutdown, cancel_futures=True)
         waiting: deque[Future[ShardStats]] = deque()
         ahead = 0
         for job in jobs:
             while pool is not None and ahead < len(jobs) and len(waiting) < 2 * workers:
-                waiting.append(pool.submit(count_shard, jobs[ahead]))
+                with _interrupts_ignored():  # a process may be started here
+                    waiting.append(pool.submit(count_shard, jobs[ahead]))
                 ahead += 1
             yield count_shard(job) if pool is None else _result(waiting.popleft(), job)
             bar.update(job.shard.num_tokens)
 
 
-def _leave_interrupts() -> None:
-    """Leave Ctrl-C to the process that waits: it ends the others."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+@contextlib.contextmanager
+def _interrupts_ignored() -> Iterator[None]:
+    """Let a process that is started in here ignore Ctrl-C: this one takes it, and ends the others."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _result(future: Future[ShardStats], job: ShardJob) -> ShardStats:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import textwrap
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -138,7 +139,14 @@ def _text(tokenizer: Tokenizer, token: int) -> str | None:
 
 def as_text(value: Object) -> Iterator[str]:
     """Yield the lines for a terminal: as wide as it is, in its characters, without colour."""
-    width, ascii_only = terminal_width(), stdout_is_ascii()
+    width = terminal_width()
+    for line in _lines(value, width, ascii_only=stdout_is_ascii()):
+        yield from textwrap.wrap(
+            line, width, subsequent_indent="      ", break_long_words=False, break_on_hyphens=False
+        ) or [""]
+
+
+def _lines(value: Object, width: int, *, ascii_only: bool) -> Iterator[str]:
     yield f"{value['path']}: {', '.join(value['splits'])}"
     counts = (
         f"{value['num_documents']:,} documents, {value['num_tokens']:,} tokens, {value['num_bytes']:,} bytes of text"

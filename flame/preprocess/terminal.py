@@ -24,8 +24,9 @@ def stdout_is_ascii() -> bool:
 
 
 def one_line(text: str) -> str:
-    """Return a text on one line, without what a terminal would obey."""
-    return " ".join("".join(c if c.isprintable() else " " for c in text).split())
+    """Return a text on one line, without what a terminal would obey; spelled in ASCII where stdout has no more."""
+    line = " ".join("".join(c if c.isprintable() else " " for c in text).split())
+    return line.encode("ascii", "backslashreplace").decode() if stdout_is_ascii() else line
 
 
 def cut(line: str, width: int) -> str:

@@ -354,7 +354,7 @@ def test_the_screen_is_plain_and_as_wide_as_asked(corpus: Path) -> None:
     assert "\x1b" not in run.stdout
     lines = run.stdout.splitlines()
     assert "documents by tokens: number, share of documents, share of all tokens" in lines
-    assert max(len(line) for line in lines if "#" in line) == 75
+    assert max(len(line) for line in lines if "#" in line) == 75 == max(map(len, lines[2:]))  # after the path
     assert "  longer than  4,096: 0.49% of documents, 36.89% of tokens" in lines
     assert any(line.startswith("duplicates: ") for line in lines)
     assert any(line.startswith("  ") and line.endswith("train.jsonl") for line in lines)
