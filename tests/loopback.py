@@ -94,6 +94,39 @@ class FileServer:
         return Handler
 
 
+class S3Server(FileServer):
+    """The little of S3's API that reading needs: folders are buckets."""
+
+    def answer(self, handler: BaseHTTPRequestHandler, body: bool) -> None:
+        url = urlsplit(handler.path)
+        query = {name: values[0] for name, values in parse_qs(url.query, keep_blank_values=True).items()}
+        bucket, _, key = unquote(url.path).strip("/").partition("/")
+        if key or "list-type" not in query:
+            super().answer(handler, body)
+            return
+        prefix, delimiter = query.get("prefix", ""), query.get("delimiter", "")
+        files = (file for file in sorted((self.folder / bucket).rglob("*")) if file.is_file())
+        keys = {file.relative_to(self.folder / bucket).as_posix(): file for file in files}
+        folders, contents = set(), []
+        for name, file in keys.items():
+            rest = name.removeprefix(prefix)
+            if name.startswith(prefix) and delimiter and delimiter in rest:
+                folders.add(prefix + rest.partition(delimiter)[0] + delimiter)
+            elif name.startswith(prefix):
+                data = file.read_bytes()
+                contents.append(
+                    f"<Contents><Key>{name}</Key><LastModified>2026-01-01T00:00:00.000Z</LastModified>"
+                    f'<ETag>"{hashlib.md5(data).hexdigest()}"</ETag><Size>{len(data)}</Size></Contents>'
+                )
+        common = "".join(f"<CommonPrefixes><Prefix>{name}</Prefix></CommonPrefixes>" for name in sorted(folders))
+        answer = (
+            '<?xml version="1.0"?><ListBucketResult xmlns="http://s3.amazonaws.com/doc/2006-03-01/">'
+            f"<Name>{bucket}</Name><Prefix>{prefix}</Prefix><KeyCount>{len(contents) + len(folders)}</KeyCount>"
+            f"<IsTruncated>false</IsTruncated>{''.join(contents)}{common}</ListBucketResult>"
+        )
+        self.send_file(handler, url.path, answer.encode(), body, **{"Content-Type": "application/xml"})
+
+
 class HubServer(FileServer):
     """The little of the hub's API that a dataset needs, `dataset` of the files in a folder, at one commit."""
 

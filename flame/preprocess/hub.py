@@ -83,11 +83,14 @@ def _split_files(
                 fix="Choose a configuration with --dataset_name, or files with --data_files",
             ) from error
         except Exception as error:  # what comes of the network has no common kind
+            by_script = "cripts are no longer supported" in str(error)
             raise InputError(
                 "the hub dataset cannot be looked up",
                 where=dataset,
                 got=_one_line(error),
-                fix="Check the network and HF_ENDPOINT, or name a local copy",
+                fix="Read the hub's own copy of it, which may be a part: --dataset_revision refs/convert/parquet"
+                if by_script
+                else "Check the network and HF_ENDPOINT, or name a local copy",
             ) from error
     if split not in found:
         raise InputError(

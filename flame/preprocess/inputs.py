@@ -76,7 +76,10 @@ def find_inputs(
     """
     passed_over: list[str] = []
     files: list[FoundFile] = []
-    for dataset in _separated(datasets):
+    names = list(_separated(datasets))
+    alone = [] if data_dir or data_files else [dataset for dataset in names if remote.is_listed_alone(dataset)]
+    heard = remote.describe_all(list(dict.fromkeys(alone)))
+    for dataset in names:
         if _is_hub_name(dataset, named=name is not None or revision is not None):
             found = hub_files(
                 dataset, name=name, split=split, revision=revision, data_dir=data_dir, data_files=data_files
@@ -89,7 +92,10 @@ def find_inputs(
                 got=dataset,
                 fix="Leave them away",
             )
-        if is_remote(dataset):
+        if dataset in heard:
+            _refuse_split(dataset, split)
+            files.append(classify(dataset, _remote_state(heard[dataset])))
+        elif is_remote(dataset):
             files += _remote_files(dataset, data_dir, data_files, split, passed_over)
         else:
             path = unquote(urlsplit(dataset).path) if dataset.startswith("file://") else dataset

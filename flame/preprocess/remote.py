@@ -6,23 +6,25 @@ single thread, so that fsspec is imported and asked nothing before: in the build
 
 from __future__ import annotations
 
-import functools
 import io
 import posixpath
 import re
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from flame.errors import FlameError, InputError, UsageError
 
+S = TypeVar("S")
 T = TypeVar("T")
 
 ATTEMPTS = 6
 FIRST_WAIT_SECONDS = 0.5  # doubled each time: 15 seconds in all
 READ_AHEAD_BYTES = 2**22
+THREADS = 16  # of the builder, while it looks at many files
 _EXTRAS = ("s3", "s3a", "gs", "gcs", "http", "https")
 # What a store calls that by which a file's content is known, the surest first.
 _VERSIONS = ("ETag", "etag", "xet_hash", "blob_id", "md5Hash", "Content-MD5", "Digest", "generation")
@@ -39,6 +41,11 @@ def is_remote(path: str) -> bool:
     return "://" in path and not path.startswith("file://")
 
 
+def is_listed_alone(url: str) -> bool:
+    """Whether a URL is of a store that does not list its files, so that it names one file."""
+    return url.startswith(("http://", "https://"))
+
+
 def is_pinned(url: str) -> bool:
     """Whether a URL names a commit, so that its content cannot change."""
     return _PINNED.fullmatch(url) is not None
@@ -46,10 +53,9 @@ def is_pinned(url: str) -> bool:
 
 def name_of(url: str) -> str:
     """Return the path within a URL, without a query."""
-    return urlsplit(url).path if url.startswith(("http://", "https://")) else url
+    return urlsplit(url).path if is_listed_alone(url) else url
 
 
-@functools.cache
 def _store(url_root: str) -> Any:
     """Return the file system of a URL; `UsageError` where there is none, or its package is not installed."""
     import fsspec
@@ -105,6 +111,8 @@ def retried(what: str, function: Callable[[], T]) -> T:
 def _is_final(error: Exception) -> bool:
     if isinstance(error, (PermissionError, NotImplementedError, ImportError, TypeError)):
         return True
+    if "Credentials" in type(error).__name__:  # as botocore calls it, which nothing here imports
+        return True
     status = getattr(error, "status", None) or getattr(getattr(error, "response", None), "status_code", None)
     return isinstance(status, int) and 400 <= status < 500 and status not in (408, 425, 429)
 
@@ -119,6 +127,30 @@ def describe(url: str, *, fresh: bool = False) -> tuple[int, str | None]:
         return store.info(path)
 
     return _size_and_etag(url, retried(url, ask))
+
+
+def describe_all(urls: Sequence[str]) -> dict[str, tuple[int, str | None]]:
+    """Return what `describe` says of each URL, asked for some at a time; `UsageError` where there is no such file."""
+
+    def ask(url: str) -> tuple[int, str | None]:
+        try:
+            return describe(url)
+        except FileNotFoundError as error:
+            raise UsageError("there is no such remote file", got=url, fix="Check the address") from error
+
+    return dict(zip(urls, at_once(ask, urls), strict=True))
+
+
+def at_once(function: Callable[[S], T], items: Sequence[S]) -> Iterator[T]:
+    """Yield what `function` returns for each item, in order, from some threads at once: waiting is all that it does."""
+    if len(items) < 2:
+        yield from map(function, items)
+        return
+    pool = ThreadPoolExecutor(THREADS)
+    try:
+        yield from pool.map(function, items)
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def _size_and_etag(url: str, info: Mapping[str, Any]) -> tuple[int, str | None]:
@@ -153,9 +185,9 @@ def find(pattern: str) -> list[tuple[str, tuple[int, str | None]]]:
     """
     url = pinned(pattern)
     store, path = _of(url)
+    if is_listed_alone(url):
+        return list(describe_all([url]).items())
     try:
-        if url.startswith(("http://", "https://")):
-            return [(url, describe(url))]
         if any(sign in path for sign in "*?["):
             found = retried(url, lambda: store.glob(path, detail=True))
         elif retried(url, lambda: store.isdir(path)):

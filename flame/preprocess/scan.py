@@ -17,7 +17,7 @@ from flame.preprocess.readers.lines import MISSING, lookup, parse_object
 from flame.preprocess.readers.rows import field_of, is_text_type
 from flame.preprocess.readers.stream import ByteStream, DamagedStreamError, lines_between
 from flame.preprocess.readers.tables import TABLES, UNTYPED, Table
-from flame.preprocess.remote import RemoteError
+from flame.preprocess.remote import RemoteError, at_once, is_remote
 
 SHOWN_COLUMNS = 20
 PROBED_FILES = 100
@@ -42,9 +42,21 @@ def scan_inputs(
     text = _text_column(found, text_columns, on_error)
     kinds: dict[str, dict[str, pa.DataType]] = {name: {} for name in keep_columns}  # by column and file
     names: dict[str, None] = {}
-    files = [_input_file(file, text, on_error, kinds, names) for file in found]
+    files = [
+        _input_file(file, table, text, kinds, names)
+        for file, table in zip(found, _tables(found, text, on_error), strict=True)
+    ]
     kept = pa.schema([_kept_field(name, kinds[name], list(names), files) for name in keep_columns])
     return tuple(limited(iter(files), text, limit_documents, limit_bytes)), Columns(text=text, kept=kept)
+
+
+def _tables(found: Sequence[FoundFile], text_column: str, on_error: str) -> Iterator[Table | None]:
+    """Yield what each file says of itself; remote ones are asked some at a time."""
+
+    def ask(file: FoundFile) -> Table | None:
+        return _table(file, text_column, on_error) if file.format in TABLES else Table(schema=None)
+
+    return at_once(ask, found) if any(is_remote(file.path) for file in found) else map(ask, found)
 
 
 def _table(file: FoundFile, text_column: str | None, on_error: str) -> Table | None:
@@ -60,10 +72,13 @@ def _table(file: FoundFile, text_column: str | None, on_error: str) -> Table | N
 
 
 def _input_file(
-    file: FoundFile, text_column: str, on_error: str, kinds: dict[str, dict[str, pa.DataType]], names: dict[str, None]
+    file: FoundFile,
+    table: Table | None,
+    text_column: str,
+    kinds: dict[str, dict[str, pa.DataType]],
+    names: dict[str, None],
 ) -> InputFile:
-    """Return the file as it is now, and add the types of its kept columns to `kinds`, its columns to `names`."""
-    table = _table(file, text_column, on_error) if file.format in TABLES else Table(schema=None)
+    """Return the file as a plan knows it, and add the types of its kept columns to `kinds`, its columns to `names`."""
     if table is not None and table.schema is not None:
         _check_text_column(file.path, table.schema, text_column)
         names |= dict.fromkeys(table.schema.names[:SHOWN_COLUMNS] if len(names) < SHOWN_COLUMNS else ())

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,7 +23,7 @@ from flame.preprocess.readers.columns import Columns
 from flame.preprocess.readers.formats import read_piece
 from flame.preprocess.rejects import Rejects
 from flame.preprocess.scan import scan_inputs
-from tests.loopback import FileServer
+from tests.loopback import FileServer, S3Server
 
 pytest.importorskip("aiohttp")
 TEXTS = [f"{i} " + "words " * (i % 90) for i in range(3000)]
@@ -42,7 +44,7 @@ def write(folder: Path, name: str) -> Path:
     lines = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()
     if name.endswith(".parquet"):
         pq.write_table(table, folder / name, row_group_size=1000, compression="none", use_dictionary=["other"])
-    elif name.endswith(".arrow"):
+    elif name.endswith((".arrow", ".feather")):
         feather.write_feather(table, folder / name, chunksize=1000, compression="uncompressed")
     else:
         (folder / name).write_bytes(gzip.compress(lines) if name.endswith(".gz") else lines)
@@ -148,3 +150,57 @@ def test_a_file_url_is_a_path(tmp_path: Path) -> None:
     write(tmp_path, "a b.jsonl")
     (found,) = find_inputs([f"file://{tmp_path}/a%20b.jsonl"], data_dir=None, data_files=())
     assert found.path == str(tmp_path / "a b.jsonl")
+
+
+def test_a_list_of_addresses_keeps_its_order_and_names_the_absent(server: FileServer) -> None:
+    names = [f"part-{number}.jsonl" for number in (10, 2, 7, 1, 30, 4)]
+    for name in names:
+        (server.folder / name).write_text(f'{{"text": "{name}"}}\n')
+    listed = server.folder / "list.txt"
+    listed.write_text("".join(f"{server.url}/{name}\n" for name in names))
+    assert read(f"@{listed}") == names
+    listed.write_text(f"{server.url}/part-1.jsonl\n{server.url}/part-3.jsonl\n{server.url}/part-2.jsonl\n")
+    with pytest.raises(UsageError, match=r"no such remote file.*part-3\.jsonl"):
+        read(f"@{listed}")
+    with pytest.raises(UsageError, match=r"--dataset_split test: these files have no splits"):
+        find_inputs([f"{server.url}/part-1.jsonl"], data_dir=None, data_files=(), split="test")
+
+
+def test_the_process_that_forks_workers_imports_no_store(tmp_path: Path) -> None:
+    code = (
+        "import sys, threading, flame.preprocess.task; "
+        "assert not {'fsspec', 'aiohttp', 'huggingface_hub', 'datasets'} & set(sys.modules); "
+        "assert threading.active_count() == 1"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_a_bucket_is_read_by_folders_and_patterns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("s3fs")
+    names = ["raw/part-10.jsonl", "raw/part-2.parquet", "raw/sub/a.feather", "raw/_SUCCESS", "raw/.x/b.jsonl"]
+    for name in names:
+        path = tmp_path / "bucket" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(path.parent, path.name) if "_SUCCESS" not in name else path.touch()
+    monkeypatch.setattr(remote, "FIRST_WAIT_SECONDS", 0)
+    for name, value in {"KEY": "ACCESS_KEY_ID", "SECRET": "SECRET_ACCESS_KEY", "us-east-1": "DEFAULT_REGION"}.items():
+        monkeypatch.setenv(f"AWS_{value}", name)
+    with S3Server(tmp_path) as server:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
+        found = find_inputs(["s3://bucket/raw"], data_dir=None, data_files=())
+        assert [file.path for file in found] == [
+            f"s3://bucket/raw/{name}" for name in ("part-2.parquet", "part-10.jsonl", "sub/a.feather")
+        ]
+        assert "passed over 2 notes and hidden files" in capfd.readouterr().err
+        assert read("s3://bucket/raw") == TEXTS * 3
+        assert read("s3://bucket/raw/*.jsonl", "s3://bucket/raw/part-2.parquet") == TEXTS * 2
+        server.failures["bucket/raw/part-10.jsonl"] = 2
+        assert read("s3://bucket/raw/part-10.jsonl") == TEXTS
+        for absent in ("none", "none/*.jsonl"):
+            with pytest.raises(UsageError, match=r"no (such )?remote file"):
+                read(f"s3://bucket/{absent}")
+        (tmp_path / "bucket/raw/notes.docx").touch()
+        with pytest.raises(UsageError, match=r"1 files that no reader knows.*notes\.docx"):
+            read("s3://bucket/raw")
