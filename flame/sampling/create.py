@@ -24,7 +24,9 @@ from flame.sampling.mixture import (
     write_mixture,
 )
 from flame.sampling.plan import check_epochs
+from flame.sampling.recipe import read_recipe
 from flame.sampling.show import mixture_table
+from flame.sampling.weights import floored, tempered, unimax
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +75,11 @@ def parse_cap(text: str) -> tuple[str | None, float]:
 class CreateOptions:
     """The options of `flame-mix create`."""
 
+    recipe: Path | None = option(
+        None, help="a TOML file of sources and stages, instead of --source and its weights (docs/mixtures.md)"
+    )
     source: tuple[SourceText, ...] = option(
+        (),
         help="a source of the mixture, once for each: its name, its corpus folder, the split (train where left out), "
         "and its weight, a share of tokens; weights need not sum to 1",
         metavar="NAME=PATH[@SPLIT][:WEIGHT]",
@@ -84,8 +90,13 @@ class CreateOptions:
     temperature: float | None = option(
         None, help="weigh sources by tokens to the power of 1/temperature: 1 is natural, more evens them out"
     )
+    unimax: float | None = option(
+        None,
+        help="spread --tokens evenly over the sources, but repeat none more often than this",
+        unit="epochs",
+    )
     min_proportion: float = option(
-        0.0, help="with --natural or --temperature: no source gets less than this share of tokens"
+        0.0, help="where sources are weighed by size: none gets less than this share of tokens"
     )
     max_epochs: tuple[tuple[str | None, float], ...] = option(
         (), help="how often a source may be seen at most: NAME=N, or N for all", parse=parse_cap, repeat=True
@@ -93,18 +104,32 @@ class CreateOptions:
     tokens: int | None = option(
         None, help="how many tokens the run will train on, to plan for", unit="tokens", parse=parse_count
     )
-    seed: int = option(DEFAULT_DATA_SEED, help="data seed: with the weights, it alone decides the order of samples")
+    seed: int | None = option(
+        None,
+        help=f"data seed: with the weights, it alone decides the order of samples; {DEFAULT_DATA_SEED} where neither "
+        "this nor the recipe says one",
+    )
     output: Path = option(help="the mixture manifest to write, a .json file")
     overwrite: bool = option(False, help="replace a mixture manifest that is there and differs")
 
     def __post_init__(self) -> None:
-        by_tokens = self.natural or self.temperature is not None
-        if self.natural and self.temperature is not None:
-            raise UsageError("--natural and --temperature exclude each other", fix="--temperature 1 is natural")
-        if self.temperature is not None and not (math.isfinite(self.temperature) and self.temperature > 0):
-            raise UsageError("--temperature is no temperature", got=self.temperature, expected="a number above 0")
+        chosen = [name for name in ("natural", "temperature", "unimax") if getattr(self, name) not in (None, False)]
+        if self.recipe is not None:
+            self._check_recipe([*(["source"] if self.source else []), *chosen])
+            return
+        if not self.source:
+            raise UsageError("a mixture has a source", expected="--source NAME=PATH:WEIGHT, or --recipe FILE")
+        if len(chosen) > 1:
+            raise UsageError(f"--{chosen[0]} and --{chosen[1]} exclude each other", fix="--temperature 1 is natural")
+        for name in ("temperature", "unimax"):
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value > 0):
+                raise UsageError(f"--{name} is out of range", got=value, expected="a number above 0")
+        if self.unimax is not None and not self.tokens:
+            raise UsageError("--unimax spreads the run's tokens over the sources", fix="Say how many: --tokens 100B")
+        by_tokens = bool(chosen)
         if self.min_proportion and not by_tokens:
-            raise UsageError("--min_proportion goes with --natural or --temperature", fix="Raise the weight itself")
+            raise UsageError("--min_proportion goes with --natural, --temperature or --unimax", fix="Raise the weight")
         if not 0 <= self.min_proportion * len(self.source) <= 1:
             raise UsageError(
                 "--min_proportion leaves no room",
@@ -115,15 +140,25 @@ class CreateOptions:
             _check_weight(source, by_tokens=by_tokens)
         _check_names([source.name for source in self.source], self.max_epochs)
 
+    def _check_recipe(self, others: Sequence[str]) -> None:
+        if self.max_epochs or self.min_proportion:
+            others = [*others, "max_epochs" if self.max_epochs else "min_proportion"]
+        if others:
+            raise UsageError(f"--recipe says itself what --{others[0]} says", fix="Write it into the recipe")
+
 
 def create(options: CreateOptions) -> int:
     """Write the manifest and print its plan; one that is there already is left alone where it says the same."""
-    mixture = mixture_of(options)
+    if options.recipe is not None:
+        recipe = read_recipe(options.recipe, tokens=options.tokens, data_seed=options.seed)
+        mixture, tokens = recipe.mixture, recipe.tokens
+    else:
+        mixture, tokens = mixture_of(options), options.tokens
     splits = open_mixture(mixture)
-    print("\n".join(mixture_table(mixture, [split.num_documents for split in splits], options.tokens)))
-    if options.tokens is not None:
-        check_epochs(mixture, options.tokens)
-    if _is_there(options, mixture):
+    print("\n".join(mixture_table(mixture, [split.num_documents for split in splits], tokens)))
+    if tokens is not None:
+        check_epochs(mixture, tokens)
+    if check_output(options.output, mixture, overwrite=options.overwrite):
         print(f"flame-mix create: {options.output} is there already and says the same", file=sys.stderr)
     else:
         write_mixture(options.output, mixture)
@@ -139,7 +174,8 @@ def mixture_of(options: CreateOptions) -> Mixture:
         for text in options.source
     ]
     stage = Stage(start_tokens=0, weights=_slots(options, sources))
-    return Mixture(data_seed=options.seed, sources=tuple(sources), stages=(stage,))
+    seed = DEFAULT_DATA_SEED if options.seed is None else options.seed
+    return Mixture(data_seed=seed, sources=tuple(sources), stages=(stage,))
 
 
 def _slots(options: CreateOptions, sources: Sequence[Source]) -> tuple[int, ...]:
@@ -148,7 +184,12 @@ def _slots(options: CreateOptions, sources: Sequence[Source]) -> tuple[int, ...]
     if given:
         return integer_weights(names, given)
     tokens = [source.num_tokens for source in sources]
-    weights = floored(tempered(tokens, options.temperature or 1.0), options.min_proportion)
+    if options.unimax is not None:
+        assert options.tokens is not None, "checked when the options were made"
+        proportions = unimax(tokens, options.tokens, options.unimax)
+    else:
+        proportions = tempered(tokens, options.temperature or 1.0)
+    weights = floored(proportions, options.min_proportion)
     try:
         return integer_weights(names, weights)
     except UsageError as error:  # the corpora's sizes are at fault, not the command line
@@ -160,34 +201,12 @@ def _slots(options: CreateOptions, sources: Sequence[Source]) -> tuple[int, ...]
         ) from error
 
 
-def tempered(num_tokens: Sequence[int], temperature: float) -> list[float]:
-    """Return proportions: tokens to the power of 1/temperature, normalised. Source: Conneau & Lample 2019 (XLM)."""
-    largest = max(num_tokens)
-    powers = [(count / largest) ** (1 / temperature) if count else 0.0 for count in num_tokens]
-    return [power / math.fsum(powers) for power in powers]
-
-
-def floored(proportions: Sequence[float], least: float) -> list[float]:
-    """Return proportions none of which is below `least`; the others keep theirs to one another and sum to what is left.
-
-    `least` times their number is at most 1.
-    """
-    raised: set[int] = set()
-    while True:
-        left = math.fsum(share for i, share in enumerate(proportions) if i not in raised)
-        scale = (1 - least * len(raised)) / left if left else 0.0
-        below = {i for i, share in enumerate(proportions) if i not in raised and share * scale < least}
-        if not below:
-            return [least if i in raised else share * scale for i, share in enumerate(proportions)]
-        raised |= below
-
-
 def _check_weight(source: SourceText, *, by_tokens: bool) -> None:
     if by_tokens and source.weight is not None:
         raise UsageError(
-            "--natural and --temperature make the weights: none can be given",
+            "--natural, --temperature and --unimax make the weights: none can be given",
             got=f"--source {source.name} with the weight {source.weight:g}",
-            fix="Leave the weights out, or --natural and --temperature",
+            fix="Leave the weights out, or what makes them",
         )
     if not by_tokens and source.weight is None:
         raise UsageError(
@@ -209,9 +228,8 @@ def _check_names(names: Sequence[str], caps: Sequence[tuple[str | None, float]])
             raise UsageError("--max_epochs names no source", got=capped, expected="one of " + ", ".join(names))
 
 
-def _is_there(options: CreateOptions, mixture: Mixture) -> bool:
+def check_output(path: Path, mixture: Mixture, *, overwrite: bool) -> bool:
     """Return whether the output says the same already; raises unless what is there may be replaced."""
-    path = options.output
     if not path.exists():
         return False
     try:
@@ -221,7 +239,7 @@ def _is_there(options: CreateOptions, mixture: Mixture) -> bool:
     if found == mixture.to_json(path.parent):
         return True
     is_mixture = isinstance(found, dict) and "stages" in found and "data_seed" in found
-    if is_mixture and options.overwrite:
+    if is_mixture and overwrite:
         return False
     raise MixtureError(
         "the output is there already, and is " + ("another mixture" if is_mixture else "no mixture manifest"),

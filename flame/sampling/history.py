@@ -194,6 +194,17 @@ def segment_of_step(segments: list[Segment], step: int) -> Segment:
     return taken[-1]
 
 
+def consumed_of_run(run: Path) -> tuple[int, int]:
+    """Return (step, tokens of its data segment that were consumed by then): where the run stands by its status.json."""
+    step = _number(_read_object(run / STATUS), "step")
+    segments = read_segments(run)
+    if step == 0 or not segments:
+        return 0, 0
+    segment = segment_of_step(segments, step)
+    samples = segment.consumed_samples + (step - segment.step) * segment.samples_per_step
+    return step, samples * segment.window_len
+
+
 def mixture_of_segment(run: Path, segment: Segment, overrides: Mapping[str, Path]) -> Mixture:
     """Return the mixture that a segment drew from, in the order of its data segment.
 

@@ -366,10 +366,6 @@ def test_wrong_stretches_are_refused(
 # ---- the program
 
 
-def test_what_is_not_there_yet_is_refused_by_name(capsys: Capture) -> None:
-    assert "flame-mix edit is not available yet" in refused(capsys, 2, "edit", "mix.json")
-
-
 def run(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", "flame.cli.mix", *words], capture_output=True, text=True, check=False)
 
