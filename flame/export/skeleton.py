@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from flame.errors import CheckpointError, FlameError, TokenizerError
+from flame.errors import CheckpointError, TokenizerError
 from flame.train.families import check_family, family_of
 from flame.train.hf_files import build_hf_files
 from flame.train.initial import GENERATION_CONFIG, read_generation_config
@@ -53,12 +53,7 @@ def skeleton_files(model: PreTrainedModel, tokenizer: Path, dtype: torch.dtype) 
             expected="tokenizer.json and tokenizer_config.json",
             fix="Name a folder that does by --tokenizer",
         )
-    try:
-        files = build_hf_files(model, tokenizer, eos_id=None)
-    except FlameError:
-        raise
-    except Exception as error:  # `tokenizers` raises nothing narrower
-        raise TokenizerError(f"the tokenizer's files cannot be understood: {error}", where=tokenizer) from error
+    files = build_hf_files(model, tokenizer, eos_id=None)
     config = json.loads(files["config.json"])
     _check_special_tokens(config, tokenizer)
     config["dtype"] = str(dtype).removeprefix("torch.")

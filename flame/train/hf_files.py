@@ -12,6 +12,8 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from flame.errors import TokenizerError
+
 _TOKENIZER_SUFFIXES = frozenset({".json", ".txt", ".model", ".jinja", ".tiktoken", ".vocab"})
 _NOT_TOKENIZER = frozenset({"config.json", "generation_config.json"})
 _SPECIAL_TOKENS = ("tokenizer_config.json", "special_tokens_map.json")
@@ -24,13 +26,18 @@ def build_hf_files(
 
     `model` is the inner Hugging Face model, sharded or not; its embedding rows are the vocabulary size. `eos_id` and
     `bos_id` are the data's own: the configurations and the tokenizer are made to say the same. Without a `bos_id`
-    the tokenizer's stands.
+    the tokenizer's stands. Raises `TokenizerError` for files that cannot be understood.
     """
     files = _tokenizer_files(tokenizer_folder)
     ids = {"eos_token": eos_id, "bos_token": bos_id}
     if "tokenizer.json" in files:
-        files |= _agreeing_tokenizer_files(files, ids)
-        ids = {name: _configured_id(files, name) if number is None else number for name, number in ids.items()}
+        try:
+            files |= _agreeing_tokenizer_files(files, ids)
+            ids = {name: _configured_id(files, name) if number is None else number for name, number in ids.items()}
+        except Exception as error:  # `tokenizers` raises nothing narrower
+            raise TokenizerError(
+                f"the tokenizer's files cannot be understood: {error}", where=tokenizer_folder
+            ) from error
     generation = _generation_config(model)
     eos = _stop_ids(generation, ids["eos_token"])
     config = json.loads(model.config.to_json_string())

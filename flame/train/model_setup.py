@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
+from flame.errors import CorpusError
 from flame.train.checkpoint_files import Choice
 from flame.train.config import TrainConfig
 from flame.train.data import TrainingData
@@ -84,6 +85,13 @@ def build_for_run(
     )
     take_generation_config(module.model, hf_folder)
     hf_files = build_hf_files(module.model, data.tokenizer_folder, eos_id=tokenizer.eos_id, bos_id=tokenizer.bos_id)
+    if "tokenizer.json" not in hf_files:
+        raise CorpusError(
+            "the corpus has lost its tokenizer, without which its model cannot be exported",
+            where=data.tokenizer_folder,
+            expected="tokenizer.json",
+            fix="Copy the files of the tokenizer that it was built with into that folder",
+        )
     if initial is not None and initial.from_hugging_face:
         read_hugging_face(initial, module.model, world)
     parallelize(

@@ -152,6 +152,18 @@ def test_a_second_run_in_the_folder_is_refused(
         refused(capsys, arguments(folder, run), 1, "another process", str(os.getpid()))
 
 
+def test_a_corpus_without_a_usable_tokenizer(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizer = folder / "web" / "tokenizer"
+    for name in ("tokenizer_config.json", "tokenizer.json"):
+        whole = (tokenizer / name).read_bytes()
+        for content in ("{", "[]"):
+            (tokenizer / name).write_text(content)
+            refused(capsys, arguments(folder, tmp_path / "run"), 1, "tokenizer's files", str(tokenizer))
+        (tokenizer / name).write_bytes(whole)
+    shutil.rmtree(tokenizer)
+    refused(capsys, arguments(folder, tmp_path / "run"), 1, "has lost its tokenizer", str(tokenizer))
+
+
 def test_a_run_folder_that_cannot_be_one(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("x")
     for run in (tmp_path / "file", tmp_path / "file" / "run"):
