@@ -18,7 +18,7 @@ import pytest
 import zstandard
 from datasets import Dataset, DatasetDict
 
-from flame.errors import InputError
+from flame.errors import FlameError, InputError
 from flame.preprocess import hub
 from flame.preprocess.inputs import find_inputs
 from tests.builds import build_here, environment, files_of, rows_of, run_build, same_corpus, some_texts, texts_of
@@ -219,3 +219,87 @@ def test_offline_no_hub_is_asked_and_a_path_wins_over_a_name(tmp_path: Path, mon
     path.touch()
     monkeypatch.setattr(hub, "hub_files", pytest.fail)
     assert [file.path for file in find_inputs(["Org/web"], data_dir=None, data_files=())] == ["Org/web/a.jsonl"]
+
+
+# ---- large ones
+
+READ = """
+import json, resource, sys
+import pyarrow as pa
+from flame.preprocess.inputs import find_inputs
+from flame.preprocess.plan import cut_file
+from flame.preprocess.readers.formats import read_piece
+from flame.preprocess.rejects import Rejects
+from flame.preprocess.scan import scan_inputs
+
+options = {"text_columns": ("text",), "keep_columns": (), "limit_documents": None, "limit_bytes": None}
+(file,), columns = scan_inputs(
+    find_inputs(sys.argv[1:], data_dir=None, data_files=()), on_error="fail", **options
+)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+rows, sizes = [], []
+for piece in cut_file(file, 2**25):
+    for documents in read_piece(piece, columns, Rejects(on_error="fail")):
+        rows += documents.rows.tolist()
+        sizes += documents.num_bytes.tolist()
+grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+print(json.dumps({"rows": rows, "sizes": sizes, "grown_bytes": 1024 * grown}))
+"""
+
+
+def read_apart(path: Path) -> Any:
+    run = subprocess.run([sys.executable, "-c", READ, str(path)], capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout)
+
+
+@pytest.mark.parametrize("kind", [pa.string(), pa.large_string()], ids=str)
+def test_a_row_group_beyond_2_gib_is_read_in_bounded_memory(tmp_path: Path, kind: pa.DataType) -> None:
+    part = pa.array(["x" * 2**20 + str(i) for i in range(50)], kind)
+    table = pa.table({"text": pa.chunked_array([part] * 42)})
+    with pq.ParquetWriter(tmp_path / "a.parquet", table.schema, use_dictionary=False, compression="zstd") as writer:
+        writer.write_table(table, row_group_size=2**20)
+    assert pq.ParquetFile(tmp_path / "a.parquet").num_row_groups == 1
+    found = read_apart(tmp_path / "a.parquet")
+    assert found["rows"] == list(range(2100))
+    assert sum(found["sizes"]) == 42 * sum(len(text) for text in part.to_pylist()) > 2**31
+    assert found["grown_bytes"] < 2**28
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.csv", "a.txt"])
+def test_a_line_of_100_mb_is_read_among_small_ones(tmp_path: Path, name: str) -> None:
+    long = b"long " * (20 * 2**20)
+    lines = {
+        "jsonl": (b'{"text": "%b"}\n', b""),
+        "csv": (b'"%b"\n', b"text\n"),
+        "txt": (b"%b\n", b""),
+    }
+    line, head = lines[name.removesuffix(".gz").partition(".")[2]]
+    data = head + b"".join(line % text for text in (b"one", long, b"two", b"three"))
+    (tmp_path / name).write_bytes(gzip.compress(data, 1) if name.endswith(".gz") else data)
+    found = read_apart(tmp_path / name)
+    assert found["sizes"] == [3, len(long), 3, 5]
+    assert found["grown_bytes"] < 6 * len(long)
+
+
+def test_files_that_differ_in_all_but_the_text(tmp_path: Path, tiny_tokenizer: Path) -> None:
+    raw = tmp_path / "raw"
+    raw.mkdir()
+    pq.write_table(pa.table({"text": ["one"], "score": [1]}), raw / "1.parquet")
+    pq.write_table(pa.table({"score": ["high"], "text": pa.array(["two"], pa.large_string())}), raw / "2.parquet")
+    pq.write_table(pa.table({"text": pa.array([], pa.string())}), raw / "3.parquet")
+    feather.write_feather(pa.table({"n": [[1]], "text": pa.array(["three"], pa.string_view())}), raw / "4.arrow")
+    feather.write_feather(pa.table({"text": pa.array([], pa.large_string())}), raw / "5.feather")
+    (raw / "6.csv").write_text("url,text\n")
+    (raw / "7.csv").write_text("")
+    (raw / "8.csv").write_text("text,url\nfour,u\n")
+    (raw / "9.jsonl").write_text("\n")
+    with pa.ipc.new_stream(raw / "10.arrow", pa.schema([("text", pa.string())])):
+        pass
+    pq.ParquetWriter(raw / "11.parquet", pa.schema([("text", pa.string())])).close()
+    build_here(raw, tmp_path / "out", tiny_tokenizer, no_shuffle=True)
+    assert texts_of(tmp_path / "out") == ["one", "two", "three", "four"]
+    for path in ("1.parquet", "2.parquet", "4.arrow", "8.csv"):
+        (raw / path).unlink()
+    with pytest.raises(FlameError, match="no document"):
+        build_here(raw, tmp_path / "empty", tiny_tokenizer)
