@@ -118,13 +118,15 @@ class CreateOptions:
             self._check_recipe([*(["source"] if self.source else []), *chosen])
             return
         if not self.source:
-            raise UsageError("a mixture has a source", expected="--source NAME=PATH:WEIGHT, or --recipe FILE")
+            raise UsageError(
+                "flame-mix create needs --source or --recipe", expected="NAME=PATH[@SPLIT]:WEIGHT for each source"
+            )
         if len(chosen) > 1:
             raise UsageError(f"--{chosen[0]} and --{chosen[1]} exclude each other", fix="--temperature 1 is natural")
-        for name in ("temperature", "unimax"):
+        for name, kind in (("temperature", "temperature"), ("unimax", "number of epochs")):
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value > 0):
-                raise UsageError(f"--{name} is out of range", got=value, expected="a number above 0")
+                raise UsageError(f"--{name} is no {kind}", got=value, expected="a number above 0")
         if self.unimax is not None and not self.tokens:
             raise UsageError("--unimax spreads the run's tokens over the sources", fix="Say how many: --tokens 100B")
         by_tokens = bool(chosen)
