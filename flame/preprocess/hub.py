@@ -85,8 +85,7 @@ def _split_files(
         except Exception as error:  # what comes of the network has no common kind
             by_script = "cripts are no longer supported" in str(error)
             raise InputError(
-                "the hub dataset cannot be looked up",
-                where=dataset,
+                f"there is no file or folder {dataset}, and no hub dataset of that name could be looked up",
                 got=_one_line(error),
                 fix="Read the hub's own copy of it, which may be a part: --dataset_revision refs/convert/parquet"
                 if by_script

@@ -77,6 +77,8 @@ def find_inputs(
     passed_over: list[str] = []
     files: list[FoundFile] = []
     names = list(_separated(datasets))
+    if data_files and all(map(is_remote, data_files)) and set(names) <= _GENERIC_LOADERS:
+        names, data_files = list(data_files), ()
     alone = [] if data_dir or data_files else [dataset for dataset in names if remote.is_listed_alone(dataset)]
     heard = remote.describe_all(list(dict.fromkeys(alone)))
     for dataset in names:
@@ -146,7 +148,7 @@ def _listed(path: str) -> list[str]:
 
 def _is_hub_name(dataset: str, *, named: bool) -> bool:
     """Whether `org/name` means a hub dataset: a path that is there wins, and so does one into a folder that is."""
-    if not _HUB_NAME.fullmatch(dataset) or Path(dataset).exists():
+    if not _HUB_NAME.fullmatch(dataset) or Path(dataset).exists() or _known(dataset):
         return False
     return named or not (Path(dataset).parent.exists() or dataset.startswith("."))
 

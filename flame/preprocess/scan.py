@@ -35,19 +35,21 @@ def scan_inputs(
 ) -> tuple[tuple[InputFile, ...], Columns]:
     """Return the files as they are now, and the columns to read.
 
-    Cost: the footer of each parquet file, the headers within each arrow file, the first row of each csv
-    file, the first lines of some jsonl files; with a limit, one reading of what comes before it. Raises `InputError`
-    where the text's column is absent or holds no text, and for a damaged file unless `on_error` is to skip it.
+    Cost: the footer of each parquet file, the headers within each arrow file, the first row of each csv file, the first
+    lines of some jsonl files; with a limit, one reading of what comes before it, and no look at what comes after.
+    Raises `InputError` where the text's column is absent or holds no text, and for a damaged file unless `on_error` is
+    to skip it.
     """
     text = _text_column(found, text_columns, on_error)
     kinds: dict[str, dict[str, pa.DataType]] = {name: {} for name in keep_columns}  # by column and file
     names: dict[str, None] = {}
-    files = [
+    described = (
         _input_file(file, table, text, kinds, names)
         for file, table in zip(found, _tables(found, text, on_error), strict=True)
-    ]
+    )
+    files = tuple(limited(described, text, limit_documents, limit_bytes))
     kept = pa.schema([_kept_field(name, kinds[name], list(names), files) for name in keep_columns])
-    return tuple(limited(iter(files), text, limit_documents, limit_bytes)), Columns(text=text, kept=kept)
+    return files, Columns(text=text, kept=kept)
 
 
 def _tables(found: Sequence[FoundFile], text_column: str, on_error: str) -> Iterator[Table | None]:

@@ -248,7 +248,9 @@ print(json.dumps({"rows": rows, "sizes": sizes, "grown_bytes": 1024 * grown}))
 
 
 def read_apart(path: Path) -> Any:
-    run = subprocess.run([sys.executable, "-c", READ, str(path)], capture_output=True, text=True, timeout=120)
+    run = subprocess.run(
+        [sys.executable, "-c", READ, str(path)], capture_output=True, text=True, timeout=120, env=environment()
+    )
     assert run.returncode == 0, run.stderr
     return json.loads(run.stdout)
 

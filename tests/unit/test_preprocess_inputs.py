@@ -92,6 +92,7 @@ def test_hidden_files_and_notes_are_passed_over_and_others_are_named(tmp_path: P
     [
         ("absent", "no such file"),
         ("absent*.jsonl", "no file matches"),
+        ("absent/a.jsonl", "no such file"),
         ("s3://bucket/x.parquet", r"reading s3:// needs a package.*pip install 'flame\[remote\]'"),
         ("nosuch://bucket/x.parquet", "nothing is known that reads nosuch://"),
         ("x.jsonl.xz", "xz files is not available yet"),

@@ -23,6 +23,7 @@ from flame.preprocess.readers.columns import Columns
 from flame.preprocess.readers.formats import read_piece
 from flame.preprocess.rejects import Rejects
 from flame.preprocess.scan import scan_inputs
+from tests.builds import environment
 from tests.loopback import FileServer, S3Server
 
 pytest.importorskip("aiohttp")
@@ -159,6 +160,8 @@ def test_a_list_of_addresses_keeps_its_order_and_names_the_absent(server: FileSe
     listed = server.folder / "list.txt"
     listed.write_text("".join(f"{server.url}/{name}\n" for name in names))
     assert read(f"@{listed}") == names
+    found = find_inputs(["json"], data_dir=None, data_files=(f"{server.url}/part-1.jsonl",))
+    assert [file.path for file in found] == [f"{server.url}/part-1.jsonl"]
     listed.write_text(f"{server.url}/part-1.jsonl\n{server.url}/part-3.jsonl\n{server.url}/part-2.jsonl\n")
     with pytest.raises(UsageError, match=r"no such remote file.*part-3\.jsonl"):
         read(f"@{listed}")
@@ -172,7 +175,7 @@ def test_the_process_that_forks_workers_imports_no_store(tmp_path: Path) -> None
         "assert not {'fsspec', 'aiohttp', 'huggingface_hub', 'datasets'} & set(sys.modules); "
         "assert threading.active_count() == 1"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, env=environment())
 
 
 def test_a_bucket_is_read_by_folders_and_patterns(

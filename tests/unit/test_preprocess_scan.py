@@ -115,6 +115,9 @@ def test_a_limit_takes_the_first_of_the_input(tmp_path: Path) -> None:
     assert [stop for _, _, stop in stops(tmp_path, limit_documents=99)] == [None, None, None]
     assert stops(tmp_path, limit_bytes=95) == [("a.parquet", 10, 10)]
     assert stops(tmp_path, limit_bytes=5) == [("a.parquet", 1, 1)]
+    (tmp_path / "d.parquet").write_bytes(b"not looked at")
+    assert stops(tmp_path, limit_documents=13) == [("a.parquet", 13, 13)]
+    (tmp_path / "d.parquet").unlink()
     (tmp_path / "a.parquet").unlink()
     assert stops(tmp_path, limit_bytes=2 * len(line) - 2) == [("b.jsonl", None, 1 + 2 * len(line))]
 
