@@ -121,29 +121,68 @@ def save_checkpoint(
     """Write the checkpoint of `state.step` and return its folder; a whole one that is there already is kept.
 
     `model` is the inner model, whose names the keys are; without `optimizer` weights alone are kept. `hf_files` are the
-    small files of `hf/`. Raises `CheckpointError` (`TrainingError` on ranks that did not fail themselves): then nothing
-    was published, and earlier checkpoints are untouched. Cost: every byte is written and hashed once, and fsynced.
+    small files of `hf/`. Raises as `write_checkpoint` does.
+    """
+    return write_checkpoint(
+        folder,
+        tensors=tensors_to_save(model, optimizer, state),
+        state=state,
+        has_optimizer=optimizer is not None,
+        identity=identity,
+        small_files=small_files(config_toml, hf_files),
+        world=world,
+    )
+
+
+def tensors_to_save(model: nn.Module, optimizer: Optimizer | None, state: TrainState) -> dict[str, Tensor]:
+    """Return what a checkpoint holds, by its key; the very parameters and moments, not copies."""
+    named = named_tensors(model)
+    tensors = {MODEL_PREFIX + name: tensor.detach() for name, tensor in named.items()}
+    if optimizer is not None:
+        tensors |= optimizer_tensors(optimizer, named)
+    tensors[TRAIN_STATE] = torch.frombuffer(bytearray(state.to_json()), dtype=torch.uint8)
+    return tensors
+
+
+def small_files(config_toml: str, hf_files: Mapping[str, bytes]) -> dict[str, bytes]:
+    """Return what lies beside the tensors, by its name in the checkpoint."""
+    return {"config.toml": config_toml.encode("utf-8"), **{f"hf/{name}": data for name, data in hf_files.items()}}
+
+
+def write_checkpoint(
+    folder: Path,
+    *,
+    tensors: Mapping[str, Tensor],
+    state: TrainState,
+    has_optimizer: bool,
+    identity: DataIdentity | None,
+    small_files: Mapping[str, bytes],
+    world: World,
+) -> Path:
+    """Write `tensors` as the checkpoint of `state.step` and return its folder; a whole one that is there is kept.
+
+    Raises `CheckpointError` (`TrainingError` on ranks that did not fail themselves): then nothing was published, and
+    earlier checkpoints are untouched. Cost: every byte is written and hashed once, and fsynced.
     """
     final = step_folder(folder, state.step)
     if broadcast_from_main(world.is_main and find_damage(final, check_bytes=False) is None, world):
         return final
     temporary = temporary_path(final)
-    small = {"config.toml": config_toml.encode("utf-8"), **{f"hf/{name}": data for name, data in hf_files.items()}}
     try:
         with _together(world, "saving a checkpoint", final):
             if world.is_main:
                 make_room(folder, state.step)
-                for name, data in small.items():
+                for name, data in small_files.items():
                     write_bytes(temporary / name, data)
-        records = _write_tensors(temporary, model, optimizer, state, world)
+        records = _write_tensors(temporary, tensors, world)
         with _together(world, "saving a checkpoint", final):
             if world.is_main:
                 complete = Complete(
                     step=state.step,
                     consumed_samples=state.consumed_samples,
-                    has_optimizer=optimizer is not None,
+                    has_optimizer=has_optimizer,
                     identity=identity,
-                    files={**records, **{name: record_of_file(temporary / name) for name in small}},
+                    files={**records, **{name: record_of_file(temporary / name) for name in small_files}},
                 )
                 _publish(temporary, final, complete)
     except BaseException:
@@ -154,15 +193,8 @@ def save_checkpoint(
     return final
 
 
-def _write_tensors(
-    temporary: Path, model: nn.Module, optimizer: Optimizer | None, state: TrainState, world: World
-) -> dict[str, FileRecord]:
+def _write_tensors(temporary: Path, tensors: Mapping[str, Tensor], world: World) -> dict[str, FileRecord]:
     """Write every rank's part; returns the records of all ranks' files."""
-    named = named_tensors(model)
-    tensors = {MODEL_PREFIX + name: tensor for name, tensor in named.items()}
-    if optimizer is not None:
-        tensors |= optimizer_tensors(optimizer, named)
-    tensors[TRAIN_STATE] = torch.frombuffer(bytearray(state.to_json()), dtype=torch.uint8)
     writer = HashingWriter(temporary)
     with _together(world, "writing a checkpoint", temporary, needed_bytes=_own_bytes(tensors)):
         try:

@@ -44,7 +44,6 @@ NOT_AVAILABLE_YET: dict[str, tuple[Any, ...] | None] = {
     "checkpoint.interval_type": ("seconds",),
     "checkpoint.exclude_from_loading": None,
     "checkpoint.model_weights_only": None,
-    "checkpoint.async_mode": None,
     "activation_checkpoint.mode": None,
     "activation_checkpoint.selective_ac_option": None,
     "activation_offload.mode": None,

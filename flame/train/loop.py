@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,9 @@ from torch import Tensor
 from flame.errors import TrainingError
 from flame.files import exclusive_lock
 from flame.sampling.history import METRICS
-from flame.train.checkpoint import TrainState, save_checkpoint
+from flame.train.checkpoint import TrainState, save_checkpoint, small_files, tensors_to_save
 from flame.train.checkpoint_files import retain_latest
+from flame.train.checkpoint_saver import CheckpointSaver
 from flame.train.config import TrainConfig, flatten, to_toml
 from flame.train.distributed import World, join_world, raise_together, set_collective_timeout, sum_across_ranks
 from flame.train.flops import ModelFlops, peak_flops
@@ -84,7 +86,7 @@ def run_steps(run: Run, stop: StopRequest, began: float, log_elsewhere: Callable
 
     `log_elsewhere` is given every line of metrics.jsonl.
     """
-    config, world, geometry, state, latest = run.config, run.world, run.geometry, run.state, run.latest
+    config, world, geometry, state = run.config, run.world, run.geometry, run.state
     training, folder, total_steps = config.training, config.job.dump_folder, run.total_steps
     log.info(
         "%d steps of %s tokens: %d ranks × %d rows × %d micro-batches of %d tokens; warm-up %d steps",
@@ -102,6 +104,7 @@ def run_steps(run: Run, stop: StopRequest, began: float, log_elsewhere: Callable
         num_threads=training.num_workers,
         prefetch_steps=max(1, training.num_workers) * training.prefetch_factor,
     )
+    saver = _make_saver(run)
     parameters = list(run.module.parameters())
     metrics_file = MetricsFile(folder / METRICS if world.is_main else None)
     color = use_color(disabled=config.metrics.disable_color_printing)
@@ -111,7 +114,12 @@ def run_steps(run: Run, stop: StopRequest, began: float, log_elsewhere: Callable
     elapsed_before, train_began = state.elapsed_seconds, time.monotonic()
     first_step, skipped_in_a_row, stopped = state.step + 1, 0, False
 
-    with _garbage_by_hand(), _failure_told(folder, world, lambda: (state.step, latest)), contextlib.closing(loader):
+    with (
+        _garbage_by_hand(),
+        _failure_told(folder, world, lambda: (state.step, saver.latest)),
+        contextlib.closing(loader),
+        contextlib.closing(saver),
+    ):
         while state.step < total_steps:
             step = state.step + 1
             last_step = step == total_steps
@@ -140,6 +148,7 @@ def run_steps(run: Run, stop: StopRequest, began: float, log_elsewhere: Callable
             own_loss = _backward(run.module, batch)
             grad_norm = clip_and_scale(parameters, 1.0 / max(num_labels, 1), training.max_norm)
             skipped = num_labels == 0 or (training.skip_nan_inf and not bool(torch.isfinite(grad_norm)))
+            saver.before_update()
             if not skipped:
                 run.optimizer.step()
             run.optimizer.zero_grad(set_to_none=True)
@@ -205,38 +214,41 @@ def run_steps(run: Run, stop: StopRequest, began: float, log_elsewhere: Callable
                 log.info("first step done %.1f s after the start", time.monotonic() - began)
             if saves:
                 with clock.paused():
-                    latest = save(run, state)
+                    saver.save(state, wait=last_step)
+            saver.poll()
             if step % training.gc_freq == 0:
                 gc.collect(1)
 
         if stopped and config.checkpoint.enable_checkpoint and state.step > 0:
-            latest = save(run, state)
+            saver.save(state, wait=True)
 
     if stopped:
-        return _end_early(run, stop, state, latest)
-    _finish(run, state, latest)
+        return _end_early(run, stop, state, saver.latest)
+    _finish(run, state, saver.latest)
     return 0
 
 
-def save(run: Run, state: TrainState) -> Path:
-    """Save a checkpoint, publish it, and let older ones go; returns its folder. Every rank calls it."""
-    began = time.monotonic()
-    folder = run.config.checkpoint_folder
-    path = save_checkpoint(
+def _make_saver(run: Run) -> CheckpointSaver:
+    """Return what saves the run's checkpoints, and lets older ones go as newer ones are whole."""
+    options, folder = run.config.checkpoint, run.config.checkpoint_folder
+
+    def published(state: TrainState, path: Path) -> None:
+        if run.world.is_main:
+            retain_latest(folder, options.keep_latest_k)
+            write_status(run.config.job.dump_folder, "running", step=state.step, checkpoint=path)
+
+    return CheckpointSaver(
         folder,
-        model=run.module.model,
-        optimizer=run.optimizer,
-        state=state,
-        identity=run.identity,
-        config_toml=to_toml(run.config),
-        hf_files=run.hf_files,
         world=run.world,
+        mode=options.async_mode,
+        tensors_of=partial(tensors_to_save, run.module.model, run.optimizer),
+        published=published,
+        latest=run.latest,
+        shutdown_timeout_seconds=run.config.comm.shutdown_timeout_seconds,
+        has_optimizer=True,
+        identity=run.identity,
+        small_files=small_files(to_toml(run.config), run.hf_files),
     )
-    if run.world.is_main:
-        retain_latest(folder, run.config.checkpoint.keep_latest_k)
-        write_status(run.config.job.dump_folder, "running", step=state.step, checkpoint=path)
-    log.info("saved %s in %.1f s", path, time.monotonic() - began)
-    return path
 
 
 def save_seed(run: Run) -> int:

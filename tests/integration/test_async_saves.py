@@ -1,0 +1,130 @@
+"""Checkpoints that are written beside training are those that training would have waited for, to the last bit."""
+
+from __future__ import annotations
+
+import errno
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flame.train import checkpoint_saver
+from flame.train.__main__ import main
+from flame.train.checkpoint import write_checkpoint
+from flame.train.checkpoint_files import find_damage
+from flame.train.checkpoint_tensors import StoredModel
+from flame.train.run import read_status
+from tests.runs import arguments, losses_and_norms, make_training_folder, run_training
+
+# Updates so large that a checkpoint of a step too late or too early differs in every tensor.
+OPTIONS: dict[str, Any] = {
+    "training__steps": 5,
+    "training__batch_size": 1,
+    "optimizer__lr": 0.3,
+    "lr_scheduler__warmup_steps": 0,
+    "checkpoint__interval": 1,
+    "checkpoint__keep_latest_k": 0,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Path) -> Path:
+    return make_training_folder(tmp_path_factory.mktemp("async"), tiny_tokenizer)
+
+
+@pytest.fixture(scope="module")
+def straight(folder: Path) -> Path:
+    assert main(arguments(folder, folder / "straight", **OPTIONS)) == 0
+    return folder / "straight"
+
+
+def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Everything that a checkpoint holds but the seconds in its train state: weights and moments, by key."""
+    assert find_damage(checkpoint, check_bytes=True) is None
+    found = {}
+    for prefix in ("model.", "optimizer.state."):
+        stored = StoredModel(checkpoint, prefix=prefix)
+        found |= {prefix + name: stored.read(name) for name in stored.tensors}
+    return found
+
+
+def assert_same_checkpoints(run: Path, straight: Path, steps: range) -> None:
+    for step in steps:
+        one, other = (tensors_of(path / "checkpoint" / f"step-{step}") for path in (run, straight))
+        assert one.keys() == other.keys() and len(one) > 20
+        assert all(torch.equal(one[key], other[key]) for key in one), f"step {step}"
+
+
+@pytest.mark.parametrize("mode", ["async", "async_with_pinned_mem"])
+def test_a_save_at_every_step_beside_large_updates(folder: Path, straight: Path, tmp_path: Path, mode: str) -> None:
+    run = tmp_path / "run"
+    assert main(arguments(folder, run, **OPTIONS, checkpoint__async_mode=mode)) == 0
+    assert losses_and_norms(run) == losses_and_norms(straight)
+    assert_same_checkpoints(run, straight, range(1, 6))
+    assert read_status(run)["state"] == "finished" and read_status(run)["checkpoint"] == "checkpoint/step-5"
+
+
+def test_a_slow_save_holds_what_was_staged_and_the_next_one_waits(
+    folder: Path, straight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    updates, order = threading.Semaphore(0), []
+
+    def slow(*args: Any, **kwargs: Any) -> Path:
+        step = kwargs["state"].step
+        order.append(("begun", step))
+        if threading.current_thread().name == "flame-save":
+            assert updates.acquire(timeout=60), "training went on beside it"
+        path = write_checkpoint(*args, **kwargs)
+        order.append(("written", step))
+        return path
+
+    update = torch.optim.AdamW.step
+
+    def counted(self: torch.optim.AdamW, *args: Any) -> Any:
+        result = update(self, *args)
+        updates.release()
+        return result
+
+    monkeypatch.setattr(checkpoint_saver, "write_checkpoint", slow)
+    monkeypatch.setattr(torch.optim.AdamW, "step", counted)
+    # The save of step 1 is written only after the update of step 2 (its permit; step 1's own is taken here).
+    run = tmp_path / "run"
+    updates_of_step_1 = threading.Thread(target=updates.acquire)
+    updates_of_step_1.start()
+    assert main(arguments(folder, run, **OPTIONS, checkpoint__async_mode="async")) == 0
+    updates_of_step_1.join()
+    assert order == [(what, step) for step in range(1, 6) for what in ("begun", "written")], "one at a time"
+    assert_same_checkpoints(run, straight, range(1, 6))
+
+
+def test_a_save_that_fails_beside_training_stops_it_with_the_reason(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*args: Any, **kwargs: Any) -> Path:
+        if kwargs["state"].step == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write_checkpoint(*args, **kwargs)
+
+    monkeypatch.setattr(checkpoint_saver, "write_checkpoint", full)
+    run = tmp_path / "run"
+    assert main(arguments(folder, run, **OPTIONS, checkpoint__async_mode="async")) == 1
+    assert "No space left" in capsys.readouterr().err.splitlines()[-1]
+    assert read_status(run)["state"] == "failed" and read_status(run)["checkpoint"] == "checkpoint/step-1"
+    assert [path.name for path in (run / "checkpoint").iterdir()] == ["step-1"]
+
+
+def test_two_ranks_resume_from_what_was_saved_beside(folder: Path, tmp_path: Path) -> None:
+    options = OPTIONS | {
+        "checkpoint__interval": 2,
+        "checkpoint__async_mode": "async",
+        "lr_scheduler__decay_ratio": 0,
+        "optimizer__lr": 0.01,
+    }
+    run_training(arguments(folder, tmp_path / "a", **options), ranks=2)
+    run_training(arguments(folder, tmp_path / "b", **(options | {"training__steps": 4})), ranks=2)
+    # From step 2, which was saved beside training, as if step 4 had been lost.
+    run_training(arguments(folder, tmp_path / "b", **options, checkpoint__load_step=2), ranks=2)
+    assert losses_and_norms(tmp_path / "b") == losses_and_norms(tmp_path / "a")
+    assert_same_checkpoints(tmp_path / "b", tmp_path / "a", range(2, 6, 2))
