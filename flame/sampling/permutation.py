@@ -77,11 +77,36 @@ def permute_each(
     return values.astype(np.int64)
 
 
+def unpermute_each(
+    values: NDArray[np.int64], sizes: NDArray[np.int64], halves: NDArray[np.int64], keys: NDArray[np.uint64]
+) -> NDArray[np.int64]:
+    """Return the index that `permute_each` sends to each of `values`: its inverse, of the same shapes and cost."""
+    n = len(values)
+    limits, bits = (np.broadcast_to(given.astype(np.uint64), n) for given in (sizes, halves))
+    keys = np.broadcast_to(keys, (ROUNDS, n))
+    index: NDArray[np.uint64] = _network_back(values.astype(np.uint64), bits, keys)
+    outside = np.flatnonzero(index >= limits)
+    while len(outside):
+        walked = _network_back(index[outside], bits[outside], keys[:, outside])
+        index[outside] = walked
+        outside = outside[walked >= limits[outside]]
+    return index.astype(np.int64)
+
+
 def _network(values: NDArray[np.uint64], bits: NDArray[np.uint64], keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
     mask = (np.uint64(1) << bits) - np.uint64(1)
     left, right = values >> bits, values & mask
     for key in keys:
         left, right = right, left ^ (splitmix64(right ^ key) & mask)
+    return (left << bits) | right
+
+
+def _network_back(values: NDArray[np.uint64], bits: NDArray[np.uint64], keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    mask = (np.uint64(1) << bits) - np.uint64(1)
+    left, right = values >> bits, values & mask
+    for i in reversed(range(ROUNDS)):
+        before: NDArray[np.uint64] = right ^ (splitmix64(left ^ keys[i]) & mask)
+        left, right = before, left
     return (left << bits) | right
 
 

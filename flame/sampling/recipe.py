@@ -99,9 +99,9 @@ def _stages(value: Any, sources: Sequence[Source], tokens: int | None) -> tuple[
         _wrong("stages", value, "at least one [[stages]]")
     tables = [_table(table, f"stages[{i}]") for i, table in enumerate(value)]
     starts = [_start(table, i, tokens) for i, table in enumerate(tables)]
-    for i, (before, start) in enumerate(itertools.pairwise(starts), start=1):
-        if start <= before:
-            _wrong(f"stages[{i}].start", tables[i]["start"], f"more than the {before:,} tokens of the stage before it")
+    for i, (earlier, start) in enumerate(itertools.pairwise(starts), start=1):
+        if start <= earlier:
+            _wrong(f"stages[{i}].start", tables[i]["start"], f"more than the {earlier:,} tokens of the stage before it")
     ends = [*starts[1:], tokens]
     stages: list[Stage] = []
     for i, (table, start, end) in enumerate(zip(tables, starts, ends, strict=True)):

@@ -13,7 +13,15 @@ from numpy.typing import NDArray
 from flame.errors import MixtureError, UsageError
 from flame.sampling.interleave import SlotTable, slot_table
 from flame.sampling.mixture import Mixture, first_sample
-from flame.sampling.permutation import ROUNDS, epoch_key, epoch_offset, half_bits, permute_each, round_keys
+from flame.sampling.permutation import (
+    ROUNDS,
+    epoch_key,
+    epoch_offset,
+    half_bits,
+    permute_each,
+    round_keys,
+    unpermute_each,
+)
 from flame.shards.reader import Split
 
 MAX_SAMPLES = 1 << 62  # of a run: indices stay exact in 64 bits
@@ -91,6 +99,37 @@ class Sampler:
             offset=first_tokens[which] + windows * self.window_len,
         )
 
+    def find_windows(self, source: int, epoch: int, windows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the sample that each of these windows of one epoch of a source is; −1 for one that is never drawn.
+
+        The inverse of `locate`. Cost: that of one call of `samples_of`.
+        """
+        order = _epoch_order(self._sources[source], epoch)
+        keys = np.array(order.round_keys, dtype=np.uint64)[:, None]
+        own = slice(source, source + 1)
+        slots = unpermute_each(windows, self._num_windows[own], self._halves[own], keys)
+        return self.samples_of(source, epoch * self._num_windows[source] + slots)
+
+    def samples_of(self, source: int, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the sample that each of a source's draws is, numbered from 0; −1 for one that never comes.
+
+        Cost: some milliseconds for each stage that they lie in, however long the run.
+        """
+        at_stage = np.array([counts[source] for counts in self._counts_at_stage])
+        stages = np.searchsorted(at_stage, numbers, side="right") - 1  # stages without the source are passed over
+        ks = np.full(len(numbers), -1, dtype=np.int64)
+        for stage in np.unique(stages):
+            if self.mixture.stages[stage].weights[source]:  # 0 in the last one: it comes no more
+                mine = stages == stage
+                ks[mine] = self._first_samples[stage] + self._tables[stage].index_of(
+                    source, numbers[mine] - at_stage[stage]
+                )
+        return ks
+
+    def first_token(self, source: int, epoch: int) -> int:
+        """Return the token of its split at which an epoch of a source begins: its window 0."""
+        return _epoch_order(self._sources[source], epoch).first_token
+
     def _draw(self, ks: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return each sample's source and its number within the source."""
         if len(self._tables) == 1:
@@ -156,6 +195,10 @@ class _OneSource:
 
     def locate(self, index: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         return np.full(len(index), self._source, dtype=np.int64), index
+
+    def index_of(self, source: int, number: NDArray[np.int64]) -> NDArray[np.int64]:
+        assert source == self._source, "no other is drawn"
+        return number
 
     def counts_before(self, index: int) -> NDArray[np.int64]:
         counts = np.zeros(self._num_sources, dtype=np.int64)
