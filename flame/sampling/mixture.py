@@ -373,7 +373,7 @@ def open_source(source: Source) -> Split:
         raise UsageError(
             f"there is no such corpus folder, of source {source.name!r}",
             got=source.corpus,
-            fix=f"Check the path; a corpus that was moved is shown to flame-mix by --source {source.name}=PATH",
+            fix=f"Check the path; a corpus that was moved is shown by --source {source.name}=PATH",
         )
     corpus = Corpus.open(source.corpus)
     if corpus.fingerprint != source.fingerprint:

@@ -10,6 +10,7 @@ from typing import Any
 
 from flame.errors import TokenizerError, TrainingError, UsageError
 from flame.sampling.mixture import Mixture, mixture_of_corpora, open_mixture, read_mixture
+from flame.sampling.show import parse_override
 from flame.shards.manifest import TokenizerInfo
 from flame.shards.reader import Corpus, Split
 from flame.train.identity import DataIdentity
@@ -41,10 +42,13 @@ class TrainingData:
         )
 
 
-def open_training_data(dataset: str, data_probs: Sequence[float] | None, seed: int) -> TrainingData:
+def open_training_data(
+    dataset: str, data_probs: Sequence[float] | None, seed: int, *, moved: Sequence[str] = ()
+) -> TrainingData:
     """Open `training.dataset`: one mixture manifest, or corpus folders separated by commas.
 
-    `seed` is the data seed where the mixture is given as folders. Every shard's size and header is checked.
+    `seed` is the data seed where the mixture is given as folders. `moved` are NAME=PATH of a manifest's sources that
+    lie elsewhere now; they must be the very corpora. Every shard's size and header is checked.
     """
     paths = [Path(part.strip()) for part in dataset.split(",") if part.strip()]
     manifests = [path for path in paths if path.is_file() or path.suffix == ".json"]
@@ -60,8 +64,17 @@ def open_training_data(dataset: str, data_probs: Sequence[float] | None, seed: i
             got=dataset,
             fix="Leave training.data_probs away, or make another manifest with flame-mix create",
         )
+    if moved and not manifests:
+        raise UsageError(
+            "training.source goes with a mixture manifest",
+            got=", ".join(moved),
+            fix="Name the folder in training.dataset",
+        )
+    overrides = dict(map(parse_override, moved))
     mixture = (
-        read_mixture(paths[0]) if manifests else mixture_of_corpora([str(path) for path in paths], data_probs, seed)
+        read_mixture(paths[0], overrides=overrides)
+        if manifests
+        else mixture_of_corpora([str(path) for path in paths], data_probs, seed)
     )
     splits = tuple(open_mixture(mixture))
     for split in splits:

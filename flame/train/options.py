@@ -74,6 +74,11 @@ class TrainingOptions:
     data_probs: tuple[float, ...] | None = option(
         None, help="proportions of the corpora, in tokens; by their size if absent"
     )
+    source: tuple[str, ...] = option(
+        (),
+        help="where sources of the mixture manifest lie now, if not where it says: NAME=PATH, comma separated",
+        aliases=("source",),
+    )
     dataset_name: str | None = option(None, help="belongs to flame-preprocess build now")
     dataset_split: str | None = option(None, help="belongs to flame-preprocess build now")
     data_dir: str | None = option(None, help="belongs to flame-preprocess build now")

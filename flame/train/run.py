@@ -45,7 +45,16 @@ State = Literal["running", "preempted", "finished", "failed"]
 ABANDONED_METRICS = "metrics.abandoned.jsonl"
 
 # Options that say how a run is watched and described, not what it computes.
-_SURROUNDINGS = ("job.", "metrics.", "comm.", "profiling.", "checkpoint.", "validation.", "memory_estimation.")
+_SURROUNDINGS = (
+    "job.",
+    "metrics.",
+    "comm.",
+    "profiling.",
+    "checkpoint.",
+    "validation.",
+    "memory_estimation.",
+    "training.source",
+)
 _VERSIONED = ("flame", "torch", "transformers", "flash-linear-attention", "triton", "numpy")
 
 

@@ -40,7 +40,7 @@ from flame.train.run import (
     write_config,
     write_status,
 )
-from flame.train.validation import ValidationSet, validation_set
+from flame.train.validation import ValidationSet, validation_sets
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +76,8 @@ def prepare(config: TrainConfig, world: World, argv: Sequence[str]) -> Run:
     """Open, build, load and check all that a run needs; every rank calls it. Raises before anything is trained."""
     if config.training.deterministic:
         torch.use_deterministic_algorithms(True)
-    data = open_training_data(config.dataset, config.training.data_probs, config.training.seed)
+    options = config.training
+    data = open_training_data(config.dataset, options.data_probs, options.seed, moved=options.source)
     check_tokenizer(config.model.tokenizer_path, data)
     check_shared_folder(config.job.dump_folder, world)
     own, initial = _choose(config, world)
@@ -92,11 +93,12 @@ def prepare(config: TrainConfig, world: World, argv: Sequence[str]) -> Run:
             where=choice.path,
         )
     sampler = Sampler(replace(data.mixture, data_seed=identity.segment_seed), data.splits, geometry.window_len)
-    validation_sets = [
-        validation_set(name, split, window_len=geometry.window_len, num_tokens=config.validation.tokens)
-        for name, split in open_validation_splits(config.validation.dataset, data).items()
-    ]
-    module, hf_files = build_for_run(config, world, data, validation_sets, choice, initial)
+    held_out = validation_sets(
+        open_validation_splits(config.validation.dataset, data),
+        window_len=geometry.window_len,
+        num_tokens=config.validation.tokens,
+    )
+    module, hf_files = build_for_run(config, world, data, held_out, choice, initial)
     optimizer = build_optimizer(module.model, config.optimizer, world.device)
     state = TrainState()
     if choice is not None:
@@ -118,7 +120,7 @@ def prepare(config: TrainConfig, world: World, argv: Sequence[str]) -> Run:
         identity=identity,
         geometry=geometry,
         sampler=sampler,
-        validation_sets=validation_sets,
+        validation_sets=held_out,
         module=module,
         optimizer=optimizer,
         flops=flops,

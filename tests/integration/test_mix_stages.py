@@ -230,3 +230,26 @@ def test_a_run_resumes_onto_an_edited_mixture(
     starts = [json.loads(line) for line in (run / "segments.jsonl").read_text().splitlines()]
     assert len({start["mixture_fingerprint"] for start in starts}) == 2
     assert {start["data_segment"] for start in starts} == {0}
+
+
+def test_a_run_finds_a_corpus_that_was_moved(
+    tmp_path: Path, tiny_tokenizer: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, run = make_training_folder(tmp_path, tiny_tokenizer), tmp_path / "run"
+    sources = ["--source", f"web={folder / 'web'}:3", "--source", f"code={folder / 'code'}:1"]
+    assert mix("create", *sources, "--output", folder / "mix.json") == 0
+    argv = arguments(folder, run, training__dataset=folder / "mix.json", training__steps=2)
+    argv = [word for word in argv if "data_probs" not in word]
+    assert flame_train(argv) == 0
+    (folder / "web").rename(folder / "moved")
+    longer = [*argv, "--training.steps=3"]
+    capsys.readouterr()
+    assert flame_train(longer) == 2
+    assert "--source web=PATH" in capsys.readouterr().err
+    assert flame_train([*longer, "--source", f"web={folder / 'code'}"]) == 1, "another corpus is not it"
+    assert flame_train([*longer, "--source", f"wbe={folder / 'moved'}"]) == 2
+    assert flame_train([*longer, "--source", f"web={folder / 'moved'}"]) == 0
+    assert [line["step"] for line in read_metrics(run)] == [1, 2, 3]
+    capsys.readouterr()
+    assert mix("trace", "--run", run, "--step", 3, "--json") == 0, "the run's own manifest says where it is now"
+    assert flame_train([*arguments(folder, tmp_path / "other"), "--source", "web=x"]) == 2

@@ -39,6 +39,7 @@ SURFACE: dict[str, Any] = {
     "model.attention": "auto",
     "training.dataset": None,
     "training.data_probs": None,
+    "training.source": (),
     "training.dataset_name": None,
     "training.dataset_split": None,
     "training.data_dir": None,
