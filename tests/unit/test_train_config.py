@@ -149,6 +149,7 @@ SURFACE: dict[str, Any] = {
 }
 
 ALIASES = {
+    "source": "training.source",
     "training.warmup_steps": "lr_scheduler.warmup_steps",
     "optimizer.min_lr_ratio": "lr_scheduler.lr_min",
     "checkpoint.last_save_model_weights_only": "checkpoint.model_weights_only",
