@@ -12,6 +12,7 @@ import fcntl
 import hashlib
 import json
 import os
+import platform
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -137,28 +138,36 @@ def free_bytes(path: Path) -> int:
 
 
 @contextlib.contextmanager
-def exclusive_lock(path: Path, *, what: str) -> Iterator[None]:
+def file_lock(path: Path, *, what: str, shared: bool = False, wait: bool = False) -> Iterator[None]:
     """Hold an advisory lock on the file `path` that the kernel frees when its owner dies, however it dies.
 
-    Raises `FlameError` at once, naming the owner's process, if another process holds it.
+    `shared` holds it together with others that do so. Raises `FlameError` at once, naming the owner's process, if
+    another holds it; with `wait`, waits instead.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+            fcntl.flock(descriptor, kind | (0 if wait else fcntl.LOCK_NB))
         except OSError as error:
             if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
                 raise
-            owner = os.pread(descriptor, 64, 0).decode("ascii", "replace").strip() or "unknown"
+            owner = os.pread(descriptor, 300, 0).decode("utf-8", "replace").strip()
             raise FlameError(
                 f"another process is already working on {what}",
                 where=path.parent,
-                got=f"a lock held by process {owner}",
+                got=f"a lock held by process {owner}" if owner else "a lock held by other processes",
                 fix="Wait for it to end, or stop it, and run this command again",
             ) from error
         os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"{os.getpid()}\n".encode("ascii"), 0)
+        if not shared:
+            os.pwrite(descriptor, f"{os.getpid()} on {platform.node()}\n".encode(), 0)
         yield
     finally:
         os.close(descriptor)
+
+
+def exclusive_lock(path: Path, *, what: str) -> contextlib.AbstractContextManager[None]:
+    """Hold an advisory lock on the file `path` alone; `FlameError` at once if another process holds it."""
+    return file_lock(path, what=what)

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -19,12 +19,10 @@ from tokenizers import Tokenizer
 
 from flame.preprocess.build import build
 from flame.preprocess.config import BuildOptions
-from flame.preprocess.engine_check import Encoder, load_encoder
 from flame.preprocess.executors import EXECUTORS
 from flame.preprocess.plan import Task
-from flame.preprocess.progress import log
-from flame.preprocess.task import Progress, TaskSettings, run_task
-from flame.preprocess.workers import Loaded, LoadRequest
+from flame.preprocess.task import Progress
+from flame.preprocess.workers import Loaded, Request, Settings
 from flame.shards.manifest import Manifest, read_manifest
 from flame.shards.reader import Corpus
 
@@ -35,9 +33,9 @@ PROJECT = Path(__file__).resolve().parent.parent
 class InlineExecutor:
     """Runs the tasks in this process, last one first: their order may not matter."""
 
-    request: LoadRequest
-    num_workers: int
-    encoder: Encoder | None = field(default=None)
+    request: Request
+    num_workers: int | None
+    tool: Any = None
 
     def __enter__(self) -> InlineExecutor:
         return self
@@ -47,23 +45,20 @@ class InlineExecutor:
     ) -> None: ...
 
     def wait_until_loaded(self) -> Loaded:
-        asked = self.request
-        self.encoder = load_encoder(
-            asked.engine,
-            asked.tokenizer_json,
-            asked.parse_special,
-            say=log,
-            screens=asked.screens,
-            small_input=asked.small_input,
-        )
-        return Loaded.of(self.encoder)
+        self.tool, loaded = self.request.load()
+        return loaded
 
     def run(
-        self, tasks: Sequence[Task], settings: TaskSettings, *, lock: Path, report: Callable[[Progress], None]
+        self,
+        tasks: Sequence[Task],
+        settings: Settings,
+        *,
+        lock: Path,
+        report: Callable[[Progress], None],
+        shared: bool = False,
     ) -> None:
-        assert self.encoder is not None
         for task in reversed(tasks):
-            run_task(task, settings, self.encoder, report)
+            assert settings.run(task, self.tool, report)
 
 
 def build_here(dataset: Path | str | Sequence[Path | str], output: Path, tokenizer: Path, **options: Any) -> Manifest:

@@ -12,11 +12,12 @@ from typing import Any
 
 from flame.errors import CorpusError, FlameError
 from flame.files import exclusive_lock, remove_tree, sha256_of_json, write_json
+from flame.preprocess.ceiling import ErrorCount, too_many_errors
 from flame.preprocess.config import BuildOptions
 from flame.preprocess.engine_check import SMALL_INPUT_BYTES, require_installed
 from flame.preprocess.engine_screen import write_screen
 from flame.preprocess.engines import ENGINES
-from flame.preprocess.executors import EXECUTORS, LocalExecutor
+from flame.preprocess.executors import EXECUTORS, Executor
 from flame.preprocess.folder import (
     LOCK,
     PLAN,
@@ -34,7 +35,7 @@ from flame.preprocess.progress import BuildProgress, log
 from flame.preprocess.readers.columns import Columns
 from flame.preprocess.scan import scan_inputs
 from flame.preprocess.seal import seal
-from flame.preprocess.task import TaskSettings
+from flame.preprocess.task import Progress, TaskSettings
 from flame.preprocess.tokenizer import TokenizerSpec, copy_tokenizer, read_tokenizer
 from flame.preprocess.workers import LoadRequest
 from flame.shards.format import MANIFEST, TOKENIZER_FOLDER
@@ -97,7 +98,7 @@ def build(options: BuildOptions) -> int:
         )
     check_folder(options.output)
     if (options.output / MANIFEST).is_file():
-        code = _say_finished(options.output, make_plan(options, found, tokenizer))
+        code = say_finished(options.output, make_plan(options, found, tokenizer))
         if (options.output / VAL_PARTS).exists():  # a kill came between sealing and sweeping
             with exclusive_lock(options.output / LOCK, what="this corpus"):
                 remove_tree(options.output / VAL_PARTS)
@@ -109,19 +110,19 @@ def build(options: BuildOptions) -> int:
         screens=(options.output / SCREEN,),
         small_input=_input_bytes_at_most(options, found) < SMALL_INPUT_BYTES,
     )
-    with EXECUTORS[options.executor](request, options.worker_count) as executor:
+    with EXECUTORS[options.executor](request, options.num_workers) as executor:
         plan = make_plan(options, found, tokenizer)
         loaded = executor.wait_until_loaded()
         with exclusive_lock(options.output / LOCK, what="this corpus"):
             if (options.output / MANIFEST).is_file():
-                return _say_finished(options.output, plan)
-            _adopt(options.output, plan)
+                return say_finished(options.output, plan)
+            adopt(options.output, plan)
             if not (options.output / TOKENIZER_FOLDER).is_dir():
                 copy_tokenizer(tokenizer, options.output / TOKENIZER_FOLDER)
             if loaded.screen is not None and loaded.screen_key is not None:
                 write_screen(options.output / SCREEN, loaded.screen, loaded.screen_key)
-            settings = _task_settings(options, plan, tokenizer)
-            num_tokens = _run_tasks(plan, settings, executor, loaded.engine)
+            settings = task_settings(options, plan, tokenizer)
+            num_tokens = _run_tasks(options, plan, settings, executor, loaded.engine)
             manifest = _seal(options, plan, settings, tokenizer, loaded.engine)
     print(summary(options.output, manifest, num_tokens=num_tokens, seconds=time.monotonic() - started))
     return 0
@@ -162,19 +163,19 @@ def make_plan(options: BuildOptions, found: Sequence[FoundFile], tokenizer: Toke
             "limit_documents": options.limit_documents,
             "limit_bytes": options.limit_bytes,
         },
-        inputs=[_input_entry(file) for file in files],
+        inputs=[input_entry(file) for file in files],
         on_error=options.on_error,
         columns=columns,
         tasks=plan_tasks(files, shard_tokens=options.shard_tokens, shuffle_seed=seed),
     )
 
 
-def _input_entry(file: InputFile) -> dict[str, Any]:
+def input_entry(file: InputFile) -> dict[str, Any]:
     entry = {"path": file.path, "size": file.size_bytes, "mtime_ns": file.mtime_ns, "rows": file.num_rows}
     return entry if file.etag is None else entry | {"etag": file.etag}
 
 
-def _say_finished(corpus: Path, plan: Plan) -> int:
+def say_finished(corpus: Path, plan: Plan) -> int:
     """Return 0 if the sealed corpus is the one asked for; `CorpusError` naming the difference otherwise."""
     _check_same_plan(corpus, plan)
     manifest = read_manifest(corpus)
@@ -182,7 +183,7 @@ def _say_finished(corpus: Path, plan: Plan) -> int:
     return 0
 
 
-def _adopt(corpus: Path, plan: Plan) -> None:
+def adopt(corpus: Path, plan: Plan) -> None:
     """Begin the build, or take over what an earlier process left of the same one."""
     check_folder(corpus)
     if (corpus / PLAN).is_file():
@@ -230,7 +231,7 @@ def _no_workers(corpus: Path) -> Iterator[None]:
             time.sleep(0.02)
 
 
-def _task_settings(options: BuildOptions, plan: Plan, tokenizer: TokenizerSpec) -> TaskSettings:
+def task_settings(options: BuildOptions, plan: Plan, tokenizer: TokenizerSpec) -> TaskSettings:
     return TaskSettings(
         corpus=options.output,
         plan_digest=plan.digest,
@@ -247,9 +248,10 @@ def _task_settings(options: BuildOptions, plan: Plan, tokenizer: TokenizerSpec) 
     )
 
 
-def _run_tasks(plan: Plan, settings: TaskSettings, executor: LocalExecutor, engine: str) -> int:
+def _run_tasks(options: BuildOptions, plan: Plan, settings: TaskSettings, executor: Executor, engine: str) -> int:
     """Run the tasks that have no receipt; returns the tokens written by them."""
-    done = read_receipts(settings.corpus, plan.digest).keys()
+    done = read_receipts(settings.corpus, plan.digest)
+    count = ErrorCount.of(done.values())
     left = [task for task in plan.tasks if task.index not in done]
     total_bytes, left_bytes = (sum(task.num_bytes for task in tasks) for tasks in (plan.tasks, left))
     log(
@@ -258,9 +260,25 @@ def _run_tasks(plan: Plan, settings: TaskSettings, executor: LocalExecutor, engi
         + f"; tokenizing with {engine} {ENGINES[engine].version}"
     )
     with BuildProgress(total_bytes, total_bytes - left_bytes) as progress:
+
+        def report(news: Progress) -> None:
+            progress.add(news)
+            count.documents += news.num_documents + news.num_refused
+            count.errors += news.num_errors
+            if news.num_errors > 0:
+                _check_errors(options, plan, count, progress.share_read)
+
         if left:
-            executor.run(left, settings, lock=settings.corpus / WORKERS_LOCK, report=progress.add)
+            executor.run(left, settings, lock=settings.corpus / WORKERS_LOCK, report=report)
         return progress.num_tokens
+
+
+def _check_errors(options: BuildOptions, plan: Plan, count: ErrorCount, share_read: float = 1.0) -> None:
+    """Raise `InputError` if more documents are malformed than may be, whatever is still to be read."""
+    fraction = options.max_error_fraction
+    if fraction is not None and count.exceeds(fraction, share_read=share_read):
+        receipts = read_receipts(options.output, plan.digest).values()
+        raise too_many_errors(options.output, count, fraction, receipts)
 
 
 def _seal(options: BuildOptions, plan: Plan, settings: TaskSettings, tokenizer: TokenizerSpec, engine: str) -> Manifest:
@@ -268,6 +286,7 @@ def _seal(options: BuildOptions, plan: Plan, settings: TaskSettings, tokenizer: 
     lacking = [task.index for task in plan.tasks if task.index not in receipts]
     if lacking:
         raise CorpusError("finished tasks lost their files", where=options.output, got=f"tasks {lacking[:5]}")
+    _check_errors(options, plan, ErrorCount.of(receipts.values()))
     return seal(
         options.output,
         receipts,

@@ -85,6 +85,10 @@ class BuildOptions:
         help="malformed lines, invalid UTF-8 and damaged files: fail, or skip, count and keep samples in rejects/ "
         "(null, empty and blank texts are always counted and left out)",
     )
+    max_error_fraction: float | None = option(
+        None,
+        help="with --on_error skip: fail where more than this share of the documents is malformed, once that is sure",
+    )
 
     num_workers: int | None = option(None, help="processes; default one for each CPU. Changes no byte of the result")
     batch_size: int = option(
@@ -112,6 +116,16 @@ class BuildOptions:
         self._require_positive("shuffle_block_tokens")
         if not 0 <= self.val_fraction < 1:
             raise UsageError(f"--val_fraction cannot be {self.val_fraction}", expected="0 ≤ val_fraction < 1")
+        if self.max_error_fraction is not None and not 0 <= self.max_error_fraction <= 1:
+            raise UsageError(
+                f"--max_error_fraction cannot be {self.max_error_fraction}",
+                expected="a share of the documents, 0 to 1: 0.001 allows one in a thousand",
+            )
+        if self.max_error_fraction is not None and self.on_error == "fail":
+            raise UsageError(
+                "--max_error_fraction allows some malformed documents, and --on_error fail none",
+                fix="Add --on_error skip, or leave --max_error_fraction out",
+            )
         if self.batch_size > 1024:
             raise UsageError(f"--batch_size cannot be {self.batch_size}", expected="1 to 1024 documents")
         reserved = sorted(set(self.keep_columns) & set(RESERVED_COLUMNS))

@@ -6,12 +6,13 @@ import time
 
 from flame.errors import CorpusError
 from flame.files import exclusive_lock, remove_tree, sha256_of_json
-from flame.preprocess.build import Plan, _adopt, _input_entry, _say_finished, _task_settings, summary
+from flame.preprocess.build import Plan, adopt, input_entry, say_finished, summary, task_settings
 from flame.preprocess.convert_config import ConvertOptions
-from flame.preprocess.convert_pool import load_decoder, run_tasks
-from flame.preprocess.convert_task import ConvertSettings
+from flame.preprocess.convert_task import ConvertSettings, DecodeRequest
+from flame.preprocess.executors import Executor
 from flame.preprocess.exports.export import export
 from flame.preprocess.folder import LOCK, VAL_PARTS, WORKERS_LOCK, check_folder, read_receipts
+from flame.preprocess.local import LocalExecutor
 from flame.preprocess.plan import plan_tasks
 from flame.preprocess.progress import BuildProgress, log
 from flame.preprocess.seal import seal
@@ -41,26 +42,32 @@ def make_corpus(options: ConvertOptions) -> int:
     plan = make_plan(options, tokenizer)
     check_folder(options.output)
     if (options.output / MANIFEST).is_file():
-        code = _say_finished(options.output, plan)
+        code = say_finished(options.output, plan)
         if (options.output / VAL_PARTS).exists():  # a kill came between sealing and sweeping
             with exclusive_lock(options.output / LOCK, what="this corpus"):
                 remove_tree(options.output / VAL_PARTS)
         return code
     settings = ConvertSettings(
-        build=_task_settings(options.build_options, plan, tokenizer),
+        build=task_settings(options.build_options, plan, tokenizer),
         source=options.from_,
         num_ids=max(tokenizer.info.vocab_size, tokenizer.largest_id + 1),
-        parse_special=tokenizer.parse_special,
     )
-    load_decoder(tokenizer.json, settings)  # a tokenizer that cannot be used is told before anything is written
-    with exclusive_lock(options.output / LOCK, what="this corpus"):
-        if (options.output / MANIFEST).is_file():
-            return _say_finished(options.output, plan)
-        _adopt(options.output, plan)
-        if not (options.output / TOKENIZER_FOLDER).is_dir():
-            copy_tokenizer(tokenizer, options.output / TOKENIZER_FOLDER)
-        num_tokens = _run_tasks(options, plan, settings, tokenizer)
-        manifest = _seal(options, plan, settings, tokenizer)
+    request = DecodeRequest(
+        tokenizer_json=tokenizer.json,
+        parse_special=tokenizer.parse_special,
+        eos_id=tokenizer.info.eos_id,
+        bos_id=tokenizer.info.bos_id,
+    )
+    with LocalExecutor(request, options.build_options.num_workers) as executor:
+        executor.wait_until_loaded()  # a tokenizer that cannot be used is told before anything is written
+        with exclusive_lock(options.output / LOCK, what="this corpus"):
+            if (options.output / MANIFEST).is_file():
+                return say_finished(options.output, plan)
+            adopt(options.output, plan)
+            if not (options.output / TOKENIZER_FOLDER).is_dir():
+                copy_tokenizer(tokenizer, options.output / TOKENIZER_FOLDER)
+            num_tokens = _run_tasks(options, plan, settings, executor)
+            manifest = _seal(options, plan, settings, tokenizer)
     print(summary(options.output, manifest, num_tokens=num_tokens, seconds=time.monotonic() - started))
     return 0
 
@@ -87,14 +94,14 @@ def make_plan(options: ConvertOptions, tokenizer: TokenizerSpec) -> Plan:
             "shard_tokens": build.shard_tokens,
             "val_fraction": build.val_fraction,
         },
-        inputs=[_input_entry(file) for file in files],
+        inputs=[input_entry(file) for file in files],
         on_error="fail",
         columns=columns,
         tasks=plan_tasks(files, shard_tokens=build.shard_tokens, shuffle_seed=seed),
     )
 
 
-def _run_tasks(options: ConvertOptions, plan: Plan, settings: ConvertSettings, tokenizer: TokenizerSpec) -> int:
+def _run_tasks(options: ConvertOptions, plan: Plan, settings: ConvertSettings, executor: Executor) -> int:
     """Run the tasks that have no receipt; returns the tokens written by them."""
     done = read_receipts(options.output, plan.digest).keys()
     left = [task for task in plan.tasks if task.index not in done]
@@ -104,14 +111,8 @@ def _run_tasks(options: ConvertOptions, plan: Plan, settings: ConvertSettings, t
         + (f", {len(done)} of them done before" if done else "")
     )
     with BuildProgress(total_bytes, total_bytes - left_bytes) as progress:
-        run_tasks(
-            left,
-            settings,
-            tokenizer.json,
-            num_workers=options.build_options.worker_count,
-            lock=options.output / WORKERS_LOCK,
-            report=progress.add,
-        )
+        if left:
+            executor.run(left, settings, lock=options.output / WORKERS_LOCK, report=progress.add)
         return progress.num_tokens
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from flame.errors import InputError
+from flame.errors import InputError, TokenizerError
 from flame.files import named_disk_errors, write_json
 from flame.preprocess.blocks import INTERLEAVED_PIECES, BlockShuffler, Tokenized, interleave, write
 from flame.preprocess.folder import VAL_PARTS, receipt_path
@@ -20,8 +20,9 @@ from flame.preprocess.readers.formats import check_unchanged
 from flame.preprocess.rejects import Rejects
 from flame.preprocess.sources.formats import SOURCES
 from flame.preprocess.sources.rows import TokenRows
-from flame.preprocess.task import Progress, TaskSettings, _hold_out, _provenance, add_ends
+from flame.preprocess.task import Progress, TaskSettings, add_ends, hold_out, provenance_table
 from flame.preprocess.texts import Documents, make_documents
+from flame.preprocess.workers import Loaded
 from flame.shards.tokenizer import text_can_give
 from flame.shards.writer import SplitWriter
 
@@ -36,7 +37,40 @@ class ConvertSettings:
     build: TaskSettings
     source: str
     num_ids: int
+
+    def run(
+        self,
+        task: Task,
+        decoder: Decoder,
+        report: Callable[[Progress], None],
+        *,
+        careful: bool = False,
+        wait: bool = True,
+    ) -> bool:
+        """Run a task, whatever happened to an earlier attempt; nobody else claims it."""
+        report(run_task(task, self, decoder))
+        return True
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeRequest:
+    """What loads the tokenizer that turns ids back to text, for every task."""
+
+    tokenizer_json: bytes
     parse_special: bool
+    eos_id: int
+    bos_id: int | None
+
+    def load(self) -> tuple[Decoder, Loaded]:
+        from tokenizers import Tokenizer
+
+        try:
+            tokenizer = Tokenizer.from_buffer(self.tokenizer_json)
+        except Exception as error:  # `tokenizers` raises nothing narrower
+            raise TokenizerError("`tokenizers` cannot load the tokenizer.json", got=str(error)) from error
+        tokenizer.encode_special_tokens = not self.parse_special
+        decoder = Decoder(tokenizer, eos_id=self.eos_id, bos_id=self.bos_id, parse_special=self.parse_special)
+        return decoder, Loaded()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,10 +161,10 @@ def _write_documents(
         assert isinstance(documents, TokenDocuments)
         tokens, lengths = add_ends(documents.ids, documents.lengths, bos_id=build.bos_id, eos_id=build.eos_id)
         num_documents, num_tokens = num_documents + len(lengths), num_tokens + len(tokens)
-        docs = _provenance(documents.path, documents.rows, documents.num_bytes, documents.kept)
+        docs = provenance_table(documents.path, documents.rows, documents.num_bytes, documents.kept)
         kept = Tokenized(tokens=tokens, lengths=lengths, num_bytes=documents.num_bytes, docs=docs)
         if build.val_fraction > 0:
-            kept = _hold_out(kept, documents.texts, build.val_fraction, val)
+            kept = hold_out(kept, documents.texts, build.val_fraction, val)
         if not build.provenance:
             kept = dataclasses.replace(kept, docs=None)
         if build.shuffle_seed is None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from flame.errors import CorpusError
-from flame.files import TEMPORARY_SUFFIX, fsync_folder, remove_tree
+from flame.files import TEMPORARY_SUFFIX, fsync_folder, remove_tree, temporary_path
 from flame.shards.format import (
     BUILD_FOLDER,
     HEADER_BYTES,
@@ -17,6 +18,7 @@ from flame.shards.format import (
     TOKEN_DTYPE,
     docs_path,
     ends_path,
+    shard_name,
     tokens_path,
 )
 
@@ -24,6 +26,8 @@ BUILD = Path(BUILD_FOLDER)
 PLAN = BUILD / "plan.json"
 LOCK = BUILD / "lock"
 WORKERS_LOCK = BUILD / "workers.lock"
+PLAN_LOCK = BUILD / "plan.lock"
+CLAIMS = BUILD / "claims"
 TASKS = BUILD / "tasks"
 # The code points on which the engine differs from the reference.
 SCREEN = BUILD / "engine-screen.json"
@@ -58,7 +62,7 @@ def check_folder(corpus: Path) -> None:
             fix="Name a new folder in --output",
         )
     # A build that died before its plan was written leaves the lock, and perhaps the plan's temporary file.
-    started = [BUILD / name for name in ("lock", "workers.lock", f"plan.json{TEMPORARY_SUFFIX}")]
+    started = [BUILD / name for name in ("lock", "workers.lock", "plan.lock", f"plan.json{TEMPORARY_SUFFIX}")]
     foreign = [name for name in names if name != BUILD_FOLDER]
     if (corpus / BUILD).is_dir():
         foreign += [path.name for path in (corpus / BUILD).iterdir() if BUILD / path.name not in started]
@@ -76,10 +80,43 @@ def read_receipts(corpus: Path, plan_digest: str) -> dict[int, dict[str, Any]]:
     """Return the receipts of the finished tasks of this plan whose files are all there, by task."""
     receipts = {}
     for path in sorted((corpus / TASKS).glob("task-*.json")):
-        receipt = json.loads(path.read_bytes())
-        if receipt["plan"] == plan_digest and all(_is_whole(corpus, *shard) for shard in shards_of(receipt)):
+        receipt = _read_receipt(corpus, path, plan_digest)
+        if receipt is not None:
             receipts[int(receipt["task"])] = receipt
     return receipts
+
+
+def read_receipt(corpus: Path, plan_digest: str, task: int) -> dict[str, Any] | None:
+    """Return the receipt of a task of this plan, None where it is not finished."""
+    return _read_receipt(corpus, receipt_path(corpus, task), plan_digest)
+
+
+def _read_receipt(corpus: Path, path: Path, plan_digest: str) -> dict[str, Any] | None:
+    try:
+        receipt: dict[str, Any] = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    whole = receipt["plan"] == plan_digest and all(_is_whole(corpus, *shard) for shard in shards_of(receipt))
+    return receipt if whole else None
+
+
+def remove_task(corpus: Path, task: int) -> None:
+    """Delete what a task that was not finished left: temporary files, shards, samples. Lists no folder."""
+    for path in (receipt_path(corpus, task), rejects_path(corpus, task)):
+        _remove_with_temporary(path)
+    for folder, split in ((corpus, "train"), (corpus / VAL_PARTS.parent, VAL_PARTS.name)):
+        for part in itertools.count():
+            names = (path(folder, split, shard_name(task, part)) for path in (tokens_path, ends_path, docs_path))
+            if not sum(_remove_with_temporary(path) for path in names):
+                break  # parts are written in order
+
+
+def _remove_with_temporary(path: Path) -> bool:
+    """Delete a file and what was to become it; whether either was there."""
+    there = [one for one in (path, temporary_path(path)) if one.exists()]
+    for one in there:
+        remove_tree(one)
+    return bool(there)
 
 
 def shards_of(receipt: Mapping[str, Any]) -> Iterable[tuple[str, Mapping[str, Any]]]:

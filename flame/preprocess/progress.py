@@ -50,6 +50,11 @@ class BuildProgress:
     def seconds(self) -> float:
         return max(time.monotonic() - self._started, 1e-9)
 
+    @property
+    def share_read(self) -> float:
+        """How much of the input was read, 0 to 1."""
+        return self._done_bytes / self._total_bytes
+
     def add(self, progress: Progress) -> None:
         """Take a worker's report."""
         if progress.note is not None:

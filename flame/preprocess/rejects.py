@@ -21,11 +21,13 @@ class Rejects:
     """Counts of what was left out, and samples of what was malformed.
 
     `on_error` is the user's policy for malformed input: `fail` raises `InputError` at the first, `skip` counts it and
-    keeps up to `MAX_SAMPLES` samples. Null, empty and blank texts are counted under either.
+    keeps up to `MAX_SAMPLES` samples; `errors` is how many those are. Null, empty and blank texts are counted under
+    either.
     """
 
     on_error: str
     counts: Counter[str] = field(default_factory=Counter)
+    errors: int = 0
     repaired: Counter[str] = field(default_factory=Counter)
     samples: list[dict[str, Any]] = field(default_factory=list)
 
@@ -53,6 +55,7 @@ class Rejects:
                 fix="Mend or remove it, or leave such places out and count them with --on_error skip",
             )
         self.count(reason, number)
+        self.errors += number
         if len(self.samples) < MAX_SAMPLES:
             self.samples.append({"source_file": path, "row": row, "reason": reason, "sample": _shown(sample)})
 

@@ -15,10 +15,12 @@ from numpy.typing import NDArray
 from flame.errors import TokenizerError
 from flame.files import named_disk_errors, write_json
 from flame.preprocess.blocks import INTERLEAVED_PIECES, BlockShuffler, Tokenized, interleave, write
+from flame.preprocess.careful import Crash, compare_apart, encode_apart
+from flame.preprocess.claims import claimed
 from flame.preprocess.engine_check import Encoder, EngineDifferenceError, compared
-from flame.preprocess.folder import VAL_PARTS, receipt_path, rejects_path
+from flame.preprocess.folder import VAL_PARTS, read_receipt, receipt_path, rejects_path, remove_task
 from flame.preprocess.holdout import HASH_COLUMN, HASH_TYPE, held_out, text_hashes
-from flame.preprocess.plan import Task
+from flame.preprocess.plan import STREAM_FORMATS, Task
 from flame.preprocess.readers.columns import Columns
 from flame.preprocess.readers.formats import read_piece
 from flame.preprocess.rejects import Rejects
@@ -28,7 +30,10 @@ from flame.shards.writer import PROVENANCE_FIELDS, SplitWriter
 
 @dataclass(frozen=True, kw_only=True)
 class TaskSettings:
-    """What every task of a build is told. `shuffle_seed` None keeps the input's order."""
+    """What every task of a build is told. `shuffle_seed` None keeps the input's order.
+
+    `careful`: the tokenizer has killed processes at this task. `claims`: other builders run tasks of this corpus.
+    """
 
     corpus: Path
     plan_digest: str
@@ -42,6 +47,34 @@ class TaskSettings:
     shard_tokens: int
     val_fraction: float
     on_error: str
+    careful: bool = False
+    claims: bool = False
+
+    def run(
+        self,
+        task: Task,
+        encoder: Encoder,
+        report: Callable[[Progress], None],
+        *,
+        careful: bool = False,
+        wait: bool = True,
+    ) -> bool:
+        """Run a task; False, and nothing done, if another process has claimed it and `wait` is not set."""
+        settings = dataclasses.replace(self, careful=careful)
+        if careful:
+            remove_task(self.corpus, task.index)  # what those that died have left
+        if not self.claims:
+            run_task(task, settings, encoder, report)
+            return True
+        with claimed(self.corpus, task.index, wait=wait) as ours:
+            if not ours:
+                return False
+            if read_receipt(self.corpus, self.plan_digest, task.index) is not None:
+                report(Progress(input_bytes=task.num_bytes))
+                return True
+            remove_task(self.corpus, task.index)
+            run_task(task, settings, encoder, report)
+        return True
 
     @property
     def docs_schema(self) -> pa.Schema | None:
@@ -54,20 +87,45 @@ class TaskSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class InHand:
+    """Which documents the tokenizer has at the moment; `row` as docs.parquet counts."""
+
+    path: str
+    noun: str
+    first: int
+    last: int
+
+    def __str__(self) -> str:
+        if self.first == self.last:
+            return f"{self.path}, {self.noun} {self.first}"
+        return f"{self.path}, {self.noun}s {self.first} to {self.last}"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Progress:
-    """What has been done since the last report (less than nothing where it is done again); `note` is for people."""
+    """What has been done since the last report (less than nothing where it is done again); `note` is for people.
+
+    `num_refused` and, of these, `num_errors` (malformed input) come when a task ends. `in_hand` is what the tokenizer
+    begins with; None if it has nothing.
+    """
 
     input_bytes: int = 0
     num_documents: int = 0
     num_tokens: int = 0
+    num_refused: int = 0
+    num_errors: int = 0
     note: str | None = None
+    in_hand: InHand | None = None
 
     def __add__(self, other: Progress) -> Progress:
-        return Progress(
-            input_bytes=self.input_bytes + other.input_bytes,
-            num_documents=self.num_documents + other.num_documents,
-            num_tokens=self.num_tokens + other.num_tokens,
-        )
+        return Progress(**{name: getattr(self, name) + getattr(other, name) for name in _COUNTS})
+
+    def taken_back(self, note: str) -> Progress:
+        """Return the report that undoes this one."""
+        return Progress(**{name: -getattr(self, name) for name in _COUNTS}, note=note)
+
+
+_COUNTS = ("input_bytes", "num_documents", "num_tokens", "num_refused", "num_errors")
 
 
 class RedoError(Exception):
@@ -93,14 +151,7 @@ def run_task(
     try:
         return _run_once(task, settings, encoder, count, redone=None)
     except RedoError as error:
-        report(
-            Progress(
-                input_bytes=-done.input_bytes,
-                num_documents=-done.num_documents,
-                num_tokens=-done.num_tokens,
-                note=f"task {task.index} is done again with the reference: {error}",
-            )
-        )
+        report(done.taken_back(f"task {task.index} is done again with the reference: {error}"))
         return _run_once(task, settings, encoder.without_fast(), report, redone=str(error))
 
 
@@ -133,10 +184,12 @@ def _run_once(
         "engine": encoder.name,
         "redone": redone,
         "rejects": dict(sorted(rejects.counts.items())),
+        "errors": rejects.errors,
         "repaired": dict(sorted(rejects.repaired.items())),
         "splits": {name: [dataclasses.asdict(shard) for shard in shards] for name, shards in splits.items()},
     }
     write_json(receipt_path(settings.corpus, task.index), receipt)
+    report(Progress(num_refused=rejects.counts.total(), num_errors=rejects.errors))
     return receipt
 
 
@@ -153,15 +206,18 @@ def _write_documents(
         train, block_tokens=settings.shuffle_block_tokens, key=f"block|{settings.shuffle_seed}|{task.index}"
     )
     pieces = (read_piece(piece, settings.columns, rejects) for piece in task.pieces)
+    nouns = {piece.path: "byte" if piece.format in STREAM_FORMATS else "row" for piece in task.pieces}
     next_place = 0
     for documents in interleave(pieces, 1 if settings.shuffle_seed is None else INTERLEAVED_PIECES):
         report(Progress(input_bytes=documents.progress_bytes))
         place, next_place = next_place, next_place + len(documents)
-        for tokenized, texts in _tokenize(documents, task.index, place, settings, encoder, rejects):
+        for tokenized, texts in _tokenize(
+            documents, task.index, place, nouns[documents.path], settings, encoder, rejects, report
+        ):
             report(Progress(num_documents=len(tokenized), num_tokens=len(tokenized.tokens)))
             kept = tokenized
             if settings.val_fraction > 0:
-                kept = _hold_out(tokenized, texts, settings.val_fraction, val)
+                kept = hold_out(tokenized, texts, settings.val_fraction, val)
             if not settings.provenance:
                 kept = dataclasses.replace(kept, docs=None)
             if settings.shuffle_seed is None:
@@ -172,7 +228,14 @@ def _write_documents(
 
 
 def _tokenize(
-    documents: Documents, task: int, place: int, settings: TaskSettings, encoder: Encoder, rejects: Rejects
+    documents: Documents,
+    task: int,
+    place: int,
+    noun: str,
+    settings: TaskSettings,
+    encoder: Encoder,
+    rejects: Rejects,
+    report: Callable[[Progress], None],
 ) -> Iterator[tuple[Tokenized, pa.LargeStringArray]]:
     """Yield the documents with their ids, BOS and EOS, and their texts; a text without a token is refused.
 
@@ -182,28 +245,63 @@ def _tokenize(
         texts = documents.texts.slice(start, stop - start)
         rows, num_bytes = documents.rows[start:stop], documents.num_bytes[start:stop]
         kept = None if documents.kept is None else documents.kept.slice(start, stop - start)
+        hand = InHand(path=documents.path, noun=noun, first=int(rows[0]), last=int(rows[-1]))
+        report(Progress(in_hand=hand))
+        chosen = compared(task, place + start, stop - start)
+        crashes: list[Crash] = []
         try:
-            ids, lengths = encoder.encode(texts)
-            encoder.compare(texts, (ids, lengths), compared(task, place + start, stop - start))
+            if settings.careful:
+                (ids, lengths), crashes = encode_apart(encoder, texts)
+                compare_apart(encoder, texts, (ids, lengths), chosen)
+            else:
+                ids, lengths = encoder.encode(texts)
+                encoder.compare(texts, (ids, lengths), chosen)
         except EngineDifferenceError as error:
-            first, last = (rows[0], rows[-1]) if error.document is None else (rows[error.document],) * 2
-            where = f"row {first}" if first == last else f"rows {first} to {last}"
-            raise RedoError(f"{encoder.name} erred on {documents.path}, {where}: {error.what}") from error
+            if error.document is not None:
+                hand = dataclasses.replace(hand, first=rows[error.document], last=rows[error.document])
+            raise RedoError(f"{encoder.name} erred on {hand}: {error.what}") from error
         except Exception as error:
             raise TokenizerError(
-                "the tokenizer failed on a document",
-                where=f"{documents.path}, rows {rows[0]} to {rows[-1]}",
-                got=f"{type(error).__name__}: {error}",
+                "the tokenizer failed on a document", where=hand, got=f"{type(error).__name__}: {error}"
             ) from error
+        for crash in crashes:
+            row = int(rows[crash.document])
+            _tell_crash(
+                crash, dataclasses.replace(hand, first=row, last=row), texts[crash.document].as_py(), rejects, report
+            )
         keep = lengths > 0
         if not keep.all():
-            rejects.count("no_tokens", int(np.count_nonzero(~keep)))
+            crashed = sum(not crash.served for crash in crashes)
+            rejects.count("no_tokens", int(np.count_nonzero(~keep)) - crashed)
             mask = pa.array(keep)
             texts, rows, num_bytes, lengths = texts.filter(mask), rows[keep], num_bytes[keep], lengths[keep]
             kept = None if kept is None else kept.filter(mask)
         tokens, lengths = add_ends(ids, lengths, bos_id=settings.bos_id, eos_id=settings.eos_id)
-        docs = _provenance(documents.path, rows, num_bytes, kept)
+        docs = provenance_table(documents.path, rows, num_bytes, kept)
         yield Tokenized(tokens=tokens, lengths=lengths, num_bytes=num_bytes, docs=docs), texts
+
+
+def _tell_crash(crash: Crash, where: InHand, text: str, rejects: Rejects, report: Callable[[Progress], None]) -> None:
+    """Say which document kills the tokenizer; `TokenizerError` where nothing can tokenize it and none may be left."""
+    if crash.served:
+        report(Progress(note=f"{crash.engine} dies on {where} ({crash.how}): the reference tokenized it"))
+        return
+    if rejects.on_error == "fail":
+        raise TokenizerError(
+            "the tokenizer dies on a document",
+            where=where,
+            got=f"{crash.how}, {len(text.encode()):,} bytes that begin {text[:60]!r}",
+            fix="Mend or remove the document, or leave such documents out and count them with --on_error skip. If "
+            "memory ran out, use fewer --num_workers",
+        )
+    rejects.malformed(
+        "engine_crash",
+        "the tokenizer dies on a document",
+        path=where.path,
+        row=where.first,
+        place=lambda: f"{where.noun} {where.first}",
+        sample=text[:1000].encode(),
+    )
 
 
 def add_ends(
@@ -232,7 +330,9 @@ def add_ends(
     return tokens, new_lengths
 
 
-def _provenance(path: str, rows: NDArray[np.uint64], num_bytes: NDArray[np.int64], kept: pa.Table | None) -> pa.Table:
+def provenance_table(
+    path: str, rows: NDArray[np.uint64], num_bytes: NDArray[np.int64], kept: pa.Table | None
+) -> pa.Table:
     arrays = [pa.repeat(pa.scalar(path), len(rows)), pa.array(rows), pa.array(num_bytes.astype(np.uint32))]
     table = pa.table(arrays, schema=pa.schema(PROVENANCE_FIELDS))
     if kept is not None:
@@ -241,7 +341,7 @@ def _provenance(path: str, rows: NDArray[np.uint64], num_bytes: NDArray[np.int64
     return table
 
 
-def _hold_out(tokenized: Tokenized, texts: pa.LargeStringArray, val_fraction: float, val: SplitWriter) -> Tokenized:
+def hold_out(tokenized: Tokenized, texts: pa.LargeStringArray, val_fraction: float, val: SplitWriter) -> Tokenized:
     """Write what is held out, with the hash by which copies are told; return the rest."""
     mask = held_out(texts, val_fraction)
     if not mask.any():

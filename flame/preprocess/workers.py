@@ -1,6 +1,6 @@
 """The processes of the local executor: one that loads the tokenizer, and its forks, which run tasks.
 
-    builder ── control pipe ──> loader: imports, loads the engine, forks n workers, reports those that die
+    builder ── control pipe ──> loader: imports, loads the engine, forks a worker when asked, reports those that die
        └────── a pipe each ───> workers: receive a task, run it, send progress and the outcome
 
 The tokenizer and the libraries are loaded once, and shared by all workers' memory. The loader is a fresh process with
@@ -10,30 +10,29 @@ parent, and the workers hold a lock until the last of them is gone.
 
 from __future__ import annotations
 
-import ctypes
 import importlib.abc
 import os
 import signal
+import socket
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, Pipe
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol
 
 from flame.errors import FlameError
-from flame.files import exclusive_lock
+from flame.files import file_lock
 from flame.preprocess.engine_check import Encoder, load_encoder
 from flame.preprocess.engine_screen import Screen
+from flame.preprocess.forks import die_with_parent, in_a_fork
 
 if TYPE_CHECKING:
     from flame.preprocess.plan import Task
-    from flame.preprocess.task import TaskSettings
+    from flame.preprocess.task import Progress
 
-T = TypeVar("T")
-
-_PR_SET_PDEATHSIG = 1
 # One thread a process: the processes are the parallelism, and a fork must find no other thread (Arrow's allocator would
 # start one when it is imported).
 ENVIRONMENT = {
@@ -47,8 +46,39 @@ ENVIRONMENT = {
 
 
 @dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """From the loader: the engine that was taken, and the screen that it stands behind."""
+
+    engine: str = ""
+    screen: Screen | None = None
+    screen_key: str | None = None
+
+    @staticmethod
+    def of(encoder: Encoder) -> Loaded:
+        return Loaded(engine=encoder.name, screen=encoder.screen, screen_key=encoder.screen_key)
+
+
+class Request(Protocol):
+    """To the loader, first: loads what every task needs. It answers `Loaded`, or a failure."""
+
+    def load(self) -> tuple[Any, Loaded]: ...
+
+
+class Settings(Protocol):
+    """What every task of a build is told, and how it is run with what the request loaded.
+
+    `careful` says that workers have died of the task. `wait` waits for another process that has claimed the task;
+    else the answer is False, and nothing was done.
+    """
+
+    def run(
+        self, task: Task, tool: Any, report: Callable[[Progress], None], *, careful: bool = False, wait: bool = True
+    ) -> bool: ...
+
+
+@dataclass(frozen=True, kw_only=True)
 class LoadRequest:
-    """To the loader, first: which engine, on which tokenizer. It answers `Loaded`, or a failure.
+    """Which engine, on which tokenizer.
 
     `screens` are files that may hold the engine's screen, `small_input` says that a screen is not worth its time.
     """
@@ -59,26 +89,46 @@ class LoadRequest:
     screens: tuple[Path, ...] = ()
     small_input: bool = False
 
+    def load(self) -> tuple[Encoder, Loaded]:
+        import flame.preprocess.task  # noqa: F401 (what workers need, before they are forked)
+
+        encoder = load_encoder(
+            self.engine,
+            self.tokenizer_json,
+            self.parse_special,
+            say=lambda note: print(note, file=sys.stderr, flush=True),
+            screens=self.screens,
+            small_input=self.small_input,
+            apart=in_a_fork,
+        )
+        return encoder, Loaded.of(encoder)
+
 
 @dataclass(frozen=True, kw_only=True)
-class Loaded:
-    """From the loader: the engine that was taken, and the screen that it stands behind."""
+class Start:
+    """To the loader, second: the lock that workers hold as long as any lives; `shared` with other builders' workers.
 
-    engine: str
-    screen: Screen | None
-    screen_key: str | None
+    From then on it forks a worker for each number that is sent, with the worker's end of its pipe behind it.
+    """
 
-    @staticmethod
-    def of(encoder: Encoder) -> Loaded:
-        return Loaded(engine=encoder.name, screen=encoder.screen, screen_key=encoder.screen_key)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ForkRequest:
-    """To the loader, second: how many workers, and the lock that they hold as long as any of them lives."""
-
-    num_workers: int
     lock: Path
+    shared: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """To a worker: a task, and how it is to be run."""
+
+    task: Task
+    careful: bool
+    wait: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Done:
+    """From a worker: it ran its task; or it did not, for another process has claimed it."""
+
+    busy: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,108 +155,102 @@ class _WithoutPandas(importlib.abc.MetaPathFinder):
             raise ModuleNotFoundError("pandas is not loaded in workers", name=fullname)
 
 
-def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when its parent does not live any more (Linux; elsewhere pipes tell)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        os._exit(1)
+def send_connection(control: Connection, connection: Connection) -> None:
+    """Send one end of a pipe through another."""
+    with socket.socket(fileno=os.dup(control.fileno())) as stream:
+        socket.send_fds(stream, [b"\0"], [connection.fileno()])
+
+
+def _receive_connection(control: Connection) -> Connection:
+    with socket.socket(fileno=os.dup(control.fileno())) as stream:
+        _, descriptors, _, _ = socket.recv_fds(stream, 1, 1)
+    if not descriptors:
+        raise EOFError
+    return Connection(descriptors[0])
 
 
 def main() -> None:
-    """Be the loader: `PARENT CONTROL_FD WORKER_FD...` are its arguments."""
-    parent, control_fd, *worker_fds = map(int, sys.argv[1:])
+    """Be the loader: `PARENT CONTROL_FD` are its arguments."""
+    parent, control_fd = map(int, sys.argv[1:])
     die_with_parent(parent)
     sys.meta_path.insert(0, _WithoutPandas())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the builder hears Ctrl-C and ends its workers
     control = Connection(control_fd)
-    connections = [Connection(fd) for fd in worker_fds]
     try:
-        encoder = _load(control.recv())
-        control.send(Loaded.of(encoder))
-        fork: ForkRequest = control.recv()
+        request: Request = control.recv()
+        tool, loaded = request.load()
+        control.send(loaded)
+        start: Start = control.recv()
     except EOFError:
         return
     except BaseException as error:
         control.send(failure_of(error))
         return
     try:
-        with exclusive_lock(fork.lock, what="the tasks of this corpus"):
-            _run_workers(connections, fork.num_workers, encoder, control)
+        with file_lock(start.lock, what="the tasks of this corpus", shared=start.shared):
+            _serve(control, tool)
     except Exception as error:
-        control.send(failure_of(error))
+        with suppress(OSError):
+            control.send(failure_of(error))
 
 
-def _load(request: LoadRequest) -> Encoder:
-    import flame.preprocess.task  # noqa: F401 (what workers need, before they are forked)
+def _serve(control: Connection, tool: object) -> None:
+    """Fork the workers that are asked for and tell of their deaths, until the builder closes the pipe and all ended."""
+    wake, woken = os.pipe()  # a byte for each child that ends
+    for end in (wake, woken):
+        os.set_blocking(end, False)
+    signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    numbers: dict[int, int] = {}
+    open_ = True
+    while open_ or numbers:
+        ready = wait([control, wake] if open_ else [wake])
+        if wake in ready:
+            os.read(wake, 4096)
+            _tell_deaths(control, numbers)
+        if control in ready:
+            try:
+                number = control.recv()
+                connection = _receive_connection(control)
+            except (EOFError, OSError):
+                open_ = False
+                continue
+            numbers[_fork(control, connection, tool)] = number
+            connection.close()
 
-    return load_encoder(
-        request.engine,
-        request.tokenizer_json,
-        request.parse_special,
-        say=lambda note: print(note, file=sys.stderr, flush=True),
-        screens=request.screens,
-        small_input=request.small_input,
-        apart=_in_a_fork,
-    )
 
-
-def _in_a_fork(function: Callable[[], T]) -> T:
-    """Return what `function` returns in a fork of this process, which then keeps its single thread and its memory."""
+def _fork(control: Connection, connection: Connection, tool: object) -> int:
     loader = os.getpid()
-    receiver, sender = Pipe(duplex=False)
     child = os.fork()
     if child == 0:
-        try:
-            die_with_parent(loader)
-            sender.send((function(), None))
-        except BaseException as error:
-            sender.send((None, f"{type(error).__name__}: {error}"))
-        finally:
-            os._exit(0)
-    sender.close()
-    try:
-        value, trouble = receiver.recv()
-    except EOFError:
-        value, trouble = None, "the process died"
-    os.waitpid(child, 0)
-    if trouble is not None:
-        raise FlameError(trouble)
-    return value
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        die_with_parent(loader)
+        control.close()
+        _work(connection, tool)
+    return child
 
 
-def _run_workers(connections: list[Connection], num_workers: int, encoder: Encoder, control: Connection) -> None:
-    loader = os.getpid()
-    numbers: dict[int, int] = {}
-    for number in range(num_workers):
-        child = os.fork()
-        if child == 0:
-            die_with_parent(loader)
-            control.close()
-            for other in connections[:number] + connections[number + 1 :]:
-                other.close()
-            _work(connections[number], encoder)
-        numbers[child] = number
-    for connection in connections:
-        connection.close()
+def _tell_deaths(control: Connection, numbers: dict[int, int]) -> None:
     while numbers:
-        child, status = os.wait()
+        child, status = os.waitpid(-1, os.WNOHANG)
+        if child == 0:
+            return
         number, exit_code = numbers.pop(child), os.waitstatus_to_exitcode(status)
         if exit_code != 0:
-            control.send(Death(worker=number, exit_code=exit_code))
+            with suppress(OSError):
+                control.send(Death(worker=number, exit_code=exit_code))
 
 
-def _work(connection: Connection, encoder: Encoder) -> None:
+def _work(connection: Connection, tool: object) -> None:
     """Run the tasks that arrive until the pipe closes; never returns."""
     try:
-        from flame.preprocess.task import run_task
-
-        settings: TaskSettings = connection.recv()
+        settings: Settings = connection.recv()
         while True:
-            task: Task = connection.recv()
+            order: Order = connection.recv()
             try:
-                run_task(task, settings, encoder, connection.send)
-                connection.send(None)
+                ran = settings.run(order.task, tool, connection.send, careful=order.careful, wait=order.wait)
+                connection.send(Done(busy=not ran))
             except BaseException as error:
                 connection.send(failure_of(error))
     except (EOFError, BrokenPipeError, ConnectionResetError):
@@ -218,6 +262,7 @@ def _work(connection: Connection, encoder: Encoder) -> None:
 
 
 def failure_of(error: BaseException) -> Failure:
+    """Return an error as it is sent to the builder."""
     if isinstance(error, FlameError):
         return Failure(error=error, traceback=None)
     detail = " ".join(f"{type(error).__name__}: {error}".split())

@@ -138,7 +138,7 @@ def test_killed_five_times_it_ends_as_if_undisturbed(work: Path, tmp_path: Path)
     assert not list(output.rglob("*.tmp"))
 
 
-def test_the_death_of_a_worker_names_its_task_and_a_second_run_ends_well(work: Path, tmp_path: Path) -> None:
+def test_another_worker_takes_up_what_a_killed_one_left(work: Path, tmp_path: Path) -> None:
     with running(work, tmp_path / "out") as process:
         assert until(lambda: receipts(tmp_path / "out") > 0)
         loader, *workers = processes_of(process.pid)
@@ -146,9 +146,20 @@ def test_the_death_of_a_worker_names_its_task_and_a_second_run_ends_well(work: P
         assert len(list(Path(f"/proc/{loader}/task").iterdir())) == 1, "a fork must find no other thread"
         os.kill(workers[-1], signal.SIGKILL)
         _, errors = process.communicate(timeout=SECONDS_TO_WAIT)
-        assert process.returncode == 1, errors
-        assert "a worker died during task" in errors
+        assert process.returncode == 0, errors
+        assert "a worker died in task" in errors
         assert "killed by SIGKILL" in errors
+        assert not processes_of(process.pid)
+    assert same_corpus(tmp_path / "out", work / "expected")
+
+
+def test_the_death_of_the_loader_is_told_and_a_second_run_ends_well(work: Path, tmp_path: Path) -> None:
+    with running(work, tmp_path / "out") as process:
+        assert until(lambda: receipts(tmp_path / "out") > 0)
+        os.kill(processes_of(process.pid)[0], signal.SIGKILL)
+        _, errors = process.communicate(timeout=SECONDS_TO_WAIT)
+        assert process.returncode == 1, errors
+        assert "the process that starts the workers died (got killed by SIGKILL" in errors
         assert "Traceback" not in errors
         assert not processes_of(process.pid)
     assert not (tmp_path / "out/manifest.json").exists()
