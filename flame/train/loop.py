@@ -24,6 +24,7 @@ from torch import Tensor
 from flame.errors import TrainingError
 from flame.files import exclusive_lock
 from flame.sampling.history import METRICS
+from flame.train.activations import offloading
 from flame.train.checkpoint import TrainState, save_checkpoint, small_files, tensors_to_save
 from flame.train.checkpoint_files import retain_latest
 from flame.train.checkpoint_saver import CheckpointSaver
@@ -105,6 +106,7 @@ def run_steps(run: Run, stop: StopRequest, began: float, log_elsewhere: Callable
         prefetch_steps=max(1, training.num_workers) * training.prefetch_factor,
     )
     saver = _make_saver(run)
+    offload = offloading(config.activation_offload.mode, world.device)
     parameters = list(run.module.parameters())
     metrics_file = MetricsFile(folder / METRICS if world.is_main else None)
     color = use_color(disabled=config.metrics.disable_color_printing)
@@ -145,7 +147,7 @@ def run_steps(run: Run, stop: StopRequest, began: float, log_elsewhere: Callable
             )
             apply_hyperparameters(run.optimizer, config.optimizer, lr)
             torch.manual_seed(step_seed(training.seed, step, world.dp_rank))
-            own_loss = _backward(run.module, batch)
+            own_loss = _backward(run.module, batch, offload)
             grad_norm = clip_and_scale(parameters, 1.0 / max(num_labels, 1), training.max_norm)
             skipped = num_labels == 0 or (training.skip_nan_inf and not bool(torch.isfinite(grad_norm)))
             saver.before_update()
@@ -301,11 +303,17 @@ def _alone_in(folder: Path, world: World) -> Iterator[None]:
         yield
 
 
-def _backward(module: CausalLMLoss, batch: StepBatch) -> Tensor:
-    """Add the gradients of a rank's micro-batches, as sums over labels; returns the sum of its losses (fp32)."""
+def _backward(
+    module: CausalLMLoss, batch: StepBatch, offload: Callable[[], contextlib.AbstractContextManager[Any]]
+) -> Tensor:
+    """Add the gradients of a rank's micro-batches, as sums over labels; returns the sum of its losses (fp32).
+
+    Forward runs in the context `offload()`.
+    """
     own_loss: Tensor | None = None
     for micro in batch.micro_batches:
-        loss_sum, _ = module(micro.input_ids, micro.labels, micro.positions, micro.cu_seqlens, micro.max_seqlen)
+        with offload():
+            loss_sum, _ = module(micro.input_ids, micro.labels, micro.positions, micro.cu_seqlens, micro.max_seqlen)
         loss_sum.backward()
         own_loss = loss_sum.detach() if own_loss is None else own_loss + loss_sum.detach()
     assert own_loss is not None, "a step has a micro-batch"

@@ -102,6 +102,8 @@ def build_for_run(
         reduce_dtype=torch.float32,
         reshard_after_forward=config.training.fsdp_reshard_after_forward,
         compile_blocks=config.training.compile,
+        checkpoint_mode=config.activation_checkpoint.mode,
+        checkpoint_option=config.activation_checkpoint.selective_ac_option,
     )
     return module, hf_files
 

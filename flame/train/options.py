@@ -319,13 +319,24 @@ class CheckpointOptions:
 class ActivationCheckpointOptions:
     """Computing activations again instead of keeping them."""
 
-    mode: str = option("none", help="what is computed again", choices=("none", "selective", "full"))
-    selective_ac_option: str = option("2", help="every n-th layer, or op")
+    mode: str = option("none", help="which activations are computed again", choices=("none", "selective", "full"))
+    selective_ac_option: str = option(
+        "2", help="of selective: every n-th block; op: every block, but for attention and every second matrix product"
+    )
+
+    def __post_init__(self) -> None:
+        value = self.selective_ac_option
+        if value != "op" and not (value.isdecimal() and int(value) > 0):
+            raise UsageError(
+                "--activation_checkpoint.selective_ac_option is no choice",
+                got=value,
+                expected="a number of blocks, or op",
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationOffloadOptions:
-    """Keeping activations in CPU memory."""
+    """Keeping activations in host memory, pinned, from forward to backward."""
 
     mode: str = option("none", help="which activations are offloaded", choices=("none", "full"))
 

@@ -1,4 +1,4 @@
-"""Spread a model over the ranks: compile its blocks, shard them and then the whole, and send the weights out.
+"""Spread a model over the ranks: wrap and compile its blocks, shard them and then the whole, send the weights out.
 
 Parameters stay fp32 DTensors, sharded over `dp_shard` and repeated over `dp_replicate`; each block gathers a copy in
 the compute dtype when it is needed. Gradients are sums over all ranks, not means: the loss is divided by the number of
@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from flame.errors import UsageError
+from flame.train.activations import checkpoint_blocks
 from flame.train.log import log
 from flame.train.model import CausalLMLoss
 
@@ -33,14 +34,17 @@ def parallelize(
     reduce_dtype: torch.dtype = torch.float32,
     reshard_after_forward: str = "default",
     compile_blocks: bool = False,
+    checkpoint_mode: str = "none",
+    checkpoint_option: str = "2",
 ) -> None:
     """Make `module` ready to train on every rank of `mesh`, whose dimensions are `dp_replicate` and `dp_shard`.
 
     Every rank must call it, after `build_model`: rank 0 holds the weights, the others none. `param_dtype` is what
     blocks compute in, `reduce_dtype` what gradients are summed in. `reshard_after_forward` says when a block's gathered
     weights are freed: "always", "never", or "default", after forward except for the last block, whose backward is next,
-    and never where they are not sharded.
+    and never where they are not sharded. `checkpoint_mode` and `checkpoint_option` are those of `checkpoint_blocks`.
     """
+    checkpoint_blocks(module, module.blocks(), mode=checkpoint_mode, option=checkpoint_option)
     weights = _full_tensors(module)
     marks = {name: _marks(parameter) for name, parameter in module.named_parameters()}
     blocks = module.blocks()
