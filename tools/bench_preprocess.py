@@ -1,9 +1,11 @@
 """Whole builds, start-up included, against `datasets.map`: MB of text per CPU second, peak memory, output size.
 
-    python tools/bench_preprocess.py --data FOLDER --tokenizers tok/gpt2 tok/qwen3 [--num_workers 2] [--json]
+    python tools/bench_preprocess.py --data FOLDER --tokenizers tok/gpt2 tok/qwen3 [--engines auto hf] [--json]
 
-Every build runs in fresh processes; CPU seconds are those of all its descendants, memory is the largest sum of
-proportional set sizes (PSS) over them. The peer, the way of the predecessor, runs beside it unless --no_peer.
+A small build before each pays the engine's once-only check. `preprocess/<tokenizer>` is the first of --engines, others
+stand behind an @; `/alone` is an engine asked by name on the same texts in one process, loading left out. Every build
+runs in fresh processes; CPU seconds are those of all its descendants, memory is the largest sum of proportional set
+sizes (PSS) over them. The peer, the way of the predecessor, runs beside it unless --no_peer.
 """
 
 from __future__ import annotations
@@ -29,7 +31,26 @@ import pyarrow.parquet as pq
 
 MB = 1e6
 SECONDS_BETWEEN_SAMPLES = 0.1
+DOCUMENTS_TO_WARM_UP = 4000
 
+_ALONE = """
+import sys, time
+import pyarrow as pa, pyarrow.parquet as pq
+from flame.preprocess.engines import ENGINES, bounded_parts
+engine, tokenizer, limit, *files = sys.argv[1:]
+encode = ENGINES[engine].load(open(f"{tokenizer}/tokenizer.json", "rb").read(), False)
+left, size, seconds = int(limit) or sys.maxsize, 0, 0.0
+for file in files:
+    for column in pq.ParquetFile(file).iter_batches(1024, columns=["text"], use_threads=False):
+        texts = column.column(0).cast(pa.large_string()).slice(0, left)
+        left -= len(texts)
+        started = time.process_time()
+        for part in bounded_parts(texts, ENGINES[engine].batch_bytes):
+            encode(part)
+        seconds += time.process_time() - started
+        size += sum(map(len, texts.cast(pa.large_binary()).to_pylist()))
+print(size / 1e6 / seconds)
+"""
 _PEER = """
 import sys
 from datasets import load_dataset
@@ -76,12 +97,23 @@ def main() -> None:
     rows: list[Row] = []
     for tokenizer in arguments.tokenizers:
         with tempfile.TemporaryDirectory(dir=arguments.scratch) as folder:
-            ours = measure(our_command(arguments, tokenizer, Path(folder) / "ours"), Path(folder) / "ours", {})
             peer = None
             if with_peer:
                 command = peer_command(arguments, files, tokenizer, Path(folder) / "peer")
                 peer = measure(command, Path(folder) / "peer", {"HF_DATASETS_CACHE": f"{folder}/cache"})
-        rows += rows_of(tokenizer.name, text_bytes, ours, peer)
+            for engine in arguments.engines:
+                small, whole = Path(folder) / f"small-{engine}", Path(folder) / engine
+                measure(our_command(arguments, engine, tokenizer, small, DOCUMENTS_TO_WARM_UP), small, {})
+                command = our_command(arguments, engine, tokenizer, whole, arguments.limit_documents)
+                ours = measure(command, whole, {})
+                name = tokenizer.name if engine == arguments.engines[0] else f"{tokenizer.name}@{engine}"
+                rows += rows_of(name, text_bytes, ours, peer)
+                if engine != "auto":
+                    speed = alone(arguments, files, engine, tokenizer)
+                    unit = "MB of text per CPU second"
+                    rows.append(
+                        Row(name=f"preprocess/{name}/alone", value=speed, unit=unit, peer=None, peer_value=None)
+                    )
     show(rows, as_json=arguments.json)
 
 
@@ -91,7 +123,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--tokenizers", type=Path, nargs="+", required=True, help="tokenizer folders")
     parser.add_argument("--num_workers", type=int, default=2)
     parser.add_argument("--limit_documents", type=int, default=0, help="first documents only (0: all)")
-    parser.add_argument("--engine", default="auto")
+    parser.add_argument("--engines", nargs="+", default=["auto"], help="auto, gigatoken, fastokens, hf")
     parser.add_argument("--no_peer", dest="peer", action="store_false", help="do not run datasets.map beside it")
     parser.add_argument("--scratch", type=Path, default=None, help="where output is written, and deleted again")
     parser.add_argument("--json", action="store_true", help="one object a row instead of a table")
@@ -109,18 +141,27 @@ def count_text(files: Sequence[Path], limit: int) -> int:
     return total
 
 
-def our_command(arguments: argparse.Namespace, tokenizer: Path, output: Path) -> list[str]:
-    limit = [f"--limit_documents={arguments.limit_documents}"] if arguments.limit_documents else []
+def our_command(
+    arguments: argparse.Namespace, engine: str, tokenizer: Path, output: Path, limit_documents: int
+) -> list[str]:
+    limit = [f"--limit_documents={limit_documents}"] if limit_documents else []
     return [
         *(sys.executable, "-m", "flame.cli.preprocess", "build", f"--dataset={arguments.data}/*.parquet"),
         *(f"--tokenizer={tokenizer}", f"--output={output}", f"--num_workers={arguments.num_workers}"),
-        *(f"--engine={arguments.engine}", *limit),
+        *(f"--engine={engine}", *limit),
     ]
 
 
 def peer_command(arguments: argparse.Namespace, files: Sequence[Path], tokenizer: Path, output: Path) -> list[str]:
     numbers = [str(arguments.num_workers), str(arguments.limit_documents)]
     return [sys.executable, "-c", _PEER, ",".join(map(str, files)), str(tokenizer), str(output), *numbers]
+
+
+def alone(arguments: argparse.Namespace, files: Sequence[Path], engine: str, tokenizer: Path) -> float:
+    """Return the MB of text per CPU second of an engine by itself."""
+    command = [sys.executable, "-c", _ALONE, engine, str(tokenizer), str(arguments.limit_documents), *map(str, files)]
+    threads = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
+    return float(subprocess.run(command, env=os.environ | threads, check=True, capture_output=True, text=True).stdout)
 
 
 def measure(command: Sequence[str], output: Path, environment: dict[str, str]) -> Measured:

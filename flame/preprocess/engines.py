@@ -7,6 +7,8 @@ they are checked against it (`engine_check.py`).
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import importlib.util
 import itertools
 import json
@@ -156,6 +158,7 @@ class Recycled:
             self._process, self._baseline = os.getpid(), resident_bytes()
         elif resident_bytes() - self._baseline > CACHE_BYTES:
             self._tokenizer = None
+            give_memory_back()
             self._tokenizer = self._load()
             self._baseline = resident_bytes()
         return self._tokenizer
@@ -167,6 +170,12 @@ def resident_bytes() -> int:
         return int(Path("/proc/self/statm").read_bytes().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
         return 0
+
+
+def give_memory_back() -> None:
+    """Have the C library return what was freed to the system, where it can be asked (glibc)."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def json_for_fast_engines(tokenizer_json: bytes, parse_special: bool) -> bytes:
