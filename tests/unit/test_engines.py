@@ -276,6 +276,28 @@ def test_a_difference_while_building_redoes_the_task_and_no_other(
     assert load_engine is broken or "raw.parquet, row 5: " in said
 
 
+def test_an_unfinished_build_goes_on_with_another_engine(
+    checks: Callable[..., None], tmp_path: Path, tiny_tokenizer: Path
+) -> None:
+    checks(wrong_on("never there"), "compared")
+    check_build(tmp_path, tiny_tokenizer, some_texts(900), shard_tokens=5_000, val_fraction=0.0)
+    receipts = sorted((tmp_path / "slow/build/tasks").glob("*.json"))
+    assert len(receipts) > 1
+    for path in (receipts[1], tmp_path / "slow/manifest.json"):
+        path.unlink()
+    manifest = build_here(
+        tmp_path / "raw.parquet",
+        tmp_path / "slow",
+        tiny_tokenizer,
+        val_fraction=0.0,
+        shard_tokens=5_000,
+        engine="gigatoken",
+    )
+    assert manifest.engine["name"] == "gigatoken"
+    assert [json.loads(path.read_text())["engine"] for path in receipts[:3]] == ["hf", "gigatoken", "hf"]
+    assert files_of(tmp_path / "fast") == files_of(tmp_path / "slow")
+
+
 def check_build(tmp_path: Path, tokenizer: Path, texts: list[str], **options: Any) -> dict[str, Any]:
     """Build with `--engine gigatoken` and the reference, compare, and return what the manifest says of the engine."""
     raw = write_parquet(tmp_path / "raw.parquet", texts)
