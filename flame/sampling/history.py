@@ -43,16 +43,53 @@ class Segment:
     data_segment: int
     data_seed: int
 
+    @property
+    def order(self) -> tuple[str, int, int]:
+        """What decides which tokens a sample is: mixture fingerprint, data seed, window_len."""
+        return self.mixture_fingerprint, self.data_seed, self.window_len
+
+    def first_sample_of(self, step: int) -> int:
+        """Return the first sample of a step that this segment took; of the step after its last one, where it ended."""
+        assert step > self.step, "an earlier segment took it"
+        return self.consumed_samples + (step - self.step - 1) * self.samples_per_step
+
     def samples_of(self, step: int) -> NDArray[np.int64]:
         """Return the samples of a step that this segment took: `[accumulation, dp_size, micro_batch, windows_per_row]`.
 
         The first index is the micro-step, the second the rank, the third the row.
         """
-        assert step > self.step, "an earlier segment took it"
-        first = self.consumed_samples + (step - self.step - 1) * self.samples_per_step
+        first = self.first_sample_of(step)
         windows_per_row = self.seq_len // self.window_len
         samples = np.arange(first, first + self.samples_per_step, dtype=np.int64)
         return samples.reshape(self.accumulation, self.dp_size, self.micro_batch, windows_per_row)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stretch:
+    """The steps `[first_step, stop_step)` that a segment took, and that no later one took back."""
+
+    segment: Segment
+    first_step: int
+    stop_step: int
+
+    @property
+    def samples(self) -> range:
+        """The samples of these steps, within their data segment."""
+        return range(self.segment.first_sample_of(self.first_step), self.segment.first_sample_of(self.stop_step))
+
+
+def stretches_of(segments: list[Segment], steps: range) -> list[Stretch]:
+    """Return who took each of `steps`, in order. Raises as `segment_of_step` does for the first of them."""
+    found: list[Stretch] = []
+    stop = steps.stop
+    for segment in reversed(segments):
+        first = max(segment.step + 1, steps.start)
+        if first < stop:
+            found.append(Stretch(segment=segment, first_step=first, stop_step=stop))
+            stop = first
+    if stop > steps.start:
+        segment_of_step(segments, steps.start)  # says what the record lacks
+    return found[::-1]
 
 
 def mixture_name(fingerprint: str) -> str:
@@ -137,9 +174,8 @@ def check_taken(run: Path, step: int) -> None:
 
     Not every step is logged: a run that has not ended well may have come up to the next one that would be.
     """
-    status = _read_object(run / STATUS)
-    last = max(_last_logged(run), _number(status, "step"))
-    unlogged = 0 if status.get("state") in ("finished", "preempted") else _log_freq(run)
+    last = latest_step(run)
+    unlogged = 0 if _read_object(run / STATUS).get("state") in ("finished", "preempted") else _log_freq(run)
     if step > last + unlogged:
         raise FlameError(
             "the run has not taken this step",
@@ -148,6 +184,11 @@ def check_taken(run: Path, step: int) -> None:
             expected=f"1 to {last}",
             fix="What is still to come is listed by: flame-mix samples",
         )
+
+
+def latest_step(run: Path) -> int:
+    """Return the last step that the run is known to have taken: the last of its status or its logged steps; 0: none."""
+    return max(_last_logged(run), _number(_read_object(run / STATUS), "step"))
 
 
 def _last_logged(run: Path) -> int:

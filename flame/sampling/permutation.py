@@ -105,8 +105,8 @@ def _network_back(values: NDArray[np.uint64], bits: NDArray[np.uint64], keys: ND
     mask = (np.uint64(1) << bits) - np.uint64(1)
     left, right = values >> bits, values & mask
     for i in reversed(range(ROUNDS)):
-        before: NDArray[np.uint64] = right ^ (splitmix64(left ^ keys[i]) & mask)
-        left, right = before, left
+        mixed: NDArray[np.uint64] = splitmix64(left ^ keys[i]) & mask
+        left, right = right ^ mixed, left
     return (left << bits) | right
 
 

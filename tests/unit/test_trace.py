@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from flame.sampling.sampler import Sampler
 from flame.sampling.trace import parts_of_window, trace_samples
 from flame.shards.reader import Corpus
 from tests.corpora import make_corpus
+from tests.runs import PROJECT
 from tests.tokenizers import EOS
 
 TEXTS = [
@@ -124,6 +127,31 @@ def test_json_lines_name_where_a_document_came_from(folder: Path, capsys: pytest
     assert {part["source"] for part in found + lines(capsys)} == {"kept", "bare"}
 
 
+def test_stretches_of_samples_come_in_order(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["trace", str(folder / "mix.json"), "--window_len", str(WINDOW), "--json"]
+    assert main([*words, "--sample", "9:12", "--sample", "3", "--sample", ":2"]) == 0
+    found = lines(capsys)
+    assert list(dict.fromkeys(part["k"] for part in found)) == [9, 10, 11, 3, 0, 1]
+    alone = []
+    for k in (9, 10, 11, 3, 0, 1):
+        assert main([*words, "--sample", str(k)]) == 0
+        alone += lines(capsys)
+    assert found == alone
+
+
+def test_a_reader_who_leaves_ends_it_quietly(folder: Path) -> None:
+    """A stretch that would take days is written as it is found, and ends when its reader has left."""
+    words = ["trace", str(folder / "mix.json"), "--window_len", str(WINDOW), "--sample", f"0:{10**12}", "--json"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "flame.cli.mix", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=PROJECT
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert json.loads(process.stdout.readline())["k"] == 0
+        process.stdout.close()
+        assert process.wait(timeout=120) == 1
+        assert process.stderr.read() == b""
+
+
 def test_people_get_a_heading_and_the_text(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["trace", str(folder / "mix.json"), "--window_len", str(WINDOW), "--sample", "11"]
     assert main([*words, "--json"]) == 0
@@ -143,6 +171,10 @@ def test_people_get_a_heading_and_the_text(folder: Path, capsys: pytest.CaptureF
         (["{}", "--window_len", "8"], "needs a mixture, --window_len and --sample"),
         (["{}", "--window_len", "0", "--sample", "1"], "expected 1 or more"),
         (["{}", "--window_len", "8", "--sample", str(2**62)], "beyond the last sample"),
+        (["{}", "--window_len", "8", "--sample", "4:"], "--sample has no end"),
+        (["{}", "--window_len", "8", "--sample", "4:4"], "it holds no number"),
+        (["{}", "--window_len", "8", "--sample", ""], "--sample cannot be ''"),
+        (["{}", "--window_len", "8", "--sample", f"0:{2**62 + 1}"], "beyond the last sample"),
         (["{}", "--window_len", "8", "--sample", "-1"], "--sample cannot be '-1'"),
         (["no.json", "--window_len", "8", "--sample", "1"], "no such mixture manifest"),
     ],
