@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
+import dataclasses
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from flame.errors import CorpusError, FlameError
-from flame.files import exclusive_lock, remove_tree, sha256_of_json, write_json
+from flame.errors import CorpusError
+from flame.files import exclusive_lock, file_lock, remove_tree, sha256_of_json
+from flame.preprocess.array_job import missing_tasks, shared_plan
 from flame.preprocess.ceiling import ErrorCount, too_many_errors
 from flame.preprocess.config import BuildOptions
 from flame.preprocess.engine_check import SMALL_INPUT_BYTES, require_installed
@@ -19,59 +18,28 @@ from flame.preprocess.engine_screen import write_screen
 from flame.preprocess.engines import ENGINES
 from flame.preprocess.executors import EXECUTORS, Executor
 from flame.preprocess.folder import (
+    CLAIMS,
     LOCK,
-    PLAN,
+    PLAN_LOCK,
     SCREEN,
     VAL_PARTS,
     WORKERS_LOCK,
     check_folder,
-    differences,
     read_receipts,
     remove_strays,
 )
 from flame.preprocess.inputs import FoundFile, find_inputs
-from flame.preprocess.plan import PLAN_VERSION, InputFile, Task, plan_tasks
+from flame.preprocess.plan import plan_tasks
+from flame.preprocess.plan_file import Plan, adopt, input_entry, no_workers, read_plan, say_finished
 from flame.preprocess.progress import BuildProgress, log
-from flame.preprocess.readers.columns import Columns
+from flame.preprocess.ranges import stretches
 from flame.preprocess.scan import scan_inputs
 from flame.preprocess.seal import seal
-from flame.preprocess.task import Progress, TaskSettings
+from flame.preprocess.task import Progress, TaskSettings, docs_schema
 from flame.preprocess.tokenizer import TokenizerSpec, copy_tokenizer, read_tokenizer
-from flame.preprocess.workers import LoadRequest
+from flame.preprocess.workers import Loaded, LoadRequest
 from flame.shards.format import MANIFEST, TOKENIZER_FOLDER
 from flame.shards.manifest import Manifest, read_manifest
-
-SECONDS_TO_DIE = 30.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """What a build will do. `options` and `inputs` are all that decides its bytes, and what `digest` covers."""
-
-    options: Mapping[str, Any]
-    inputs: Sequence[Mapping[str, Any]]
-    on_error: str
-    columns: Columns
-    tasks: tuple[Task, ...]
-
-    @property
-    def digest(self) -> str:
-        return sha256_of_json({"version": PLAN_VERSION, "options": self.options, "inputs": self.inputs})
-
-    @property
-    def input_bytes(self) -> int:
-        return sum(entry["size"] for entry in self.inputs)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the object that plan.json holds."""
-        return {
-            "version": PLAN_VERSION,
-            "digest": self.digest,
-            "options": self.options,
-            "on_error": self.on_error,
-            "num_tasks": len(self.tasks),
-            "inputs": self.inputs,
-        }
 
 
 def build(options: BuildOptions) -> int:
@@ -79,6 +47,8 @@ def build(options: BuildOptions) -> int:
 
     Nothing is written before the inputs, the tokenizer and the output folder are known to be usable.
     """
+    if options.seal:
+        return seal_shares(options)
     started = time.monotonic()
     require_installed(options.engine)
     found = find_inputs(
@@ -89,6 +59,7 @@ def build(options: BuildOptions) -> int:
         split=options.dataset_split,
         revision=options.dataset_revision,
     )
+    assert options.tokenizer is not None
     tokenizer = read_tokenizer(
         options.tokenizer, eos_token=options.eos_token, bos=options.bos, parse_special=options.parse_special
     )
@@ -97,7 +68,7 @@ def build(options: BuildOptions) -> int:
             f"note: the tokenizer's largest id is {tokenizer.largest_id}, beyond its {tokenizer.info.vocab_size} tokens"
         )
     check_folder(options.output)
-    if (options.output / MANIFEST).is_file():
+    if (options.output / MANIFEST).is_file() and not options.dry_run:
         code = say_finished(options.output, make_plan(options, found, tokenizer))
         if (options.output / VAL_PARTS).exists():  # a kill came between sealing and sweeping
             with exclusive_lock(options.output / LOCK, what="this corpus"):
@@ -111,21 +82,89 @@ def build(options: BuildOptions) -> int:
         small_input=_input_bytes_at_most(options, found) < SMALL_INPUT_BYTES,
     )
     with EXECUTORS[options.executor](request, options.num_workers) as executor:
+        if options.task_range is not None:
+            return _run_share(options, found, tokenizer, executor)
         plan = make_plan(options, found, tokenizer)
         loaded = executor.wait_until_loaded()
         with exclusive_lock(options.output / LOCK, what="this corpus"):
             if (options.output / MANIFEST).is_file():
                 return say_finished(options.output, plan)
             adopt(options.output, plan)
-            if not (options.output / TOKENIZER_FOLDER).is_dir():
-                copy_tokenizer(tokenizer, options.output / TOKENIZER_FOLDER)
-            if loaded.screen is not None and loaded.screen_key is not None:
-                write_screen(options.output / SCREEN, loaded.screen, loaded.screen_key)
+            _write_tokenizer(options.output, tokenizer, loaded)
             settings = task_settings(options, plan, tokenizer)
             num_tokens = _run_tasks(options, plan, settings, executor, loaded.engine)
-            manifest = _seal(options, plan, settings, tokenizer, loaded.engine)
+            manifest = _seal(options, plan, tokenizer, loaded.engine)
     print(summary(options.output, manifest, num_tokens=num_tokens, seconds=time.monotonic() - started))
     return 0
+
+
+def _run_share(options: BuildOptions, found: Sequence[FoundFile], tokenizer: TokenizerSpec, executor: Executor) -> int:
+    """Run the tasks of one share of an array job; returns the exit code."""
+    loaded = executor.wait_until_loaded()
+    corpus, share = options.output, options.task_range
+    assert share is not None
+    with file_lock(corpus / LOCK, what="this corpus", shared=True):
+        if (corpus / MANIFEST).is_file():
+            return say_finished(corpus, make_plan(options, found, tokenizer))
+        plan = shared_plan(options, found, tokenizer, lambda: make_plan(options, found, tokenizer))
+        with file_lock(corpus / PLAN_LOCK, what="the plan of this corpus", wait=True):
+            _write_tokenizer(corpus, tokenizer, loaded)
+        settings = dataclasses.replace(task_settings(options, plan, tokenizer), claims=True)
+        num_tokens = _run_tasks(options, plan, settings, executor, loaded.engine)
+        done = read_receipts(corpus, plan.digest)
+    tasks = share.tasks(plan.num_tasks)
+    print(
+        f"share {share} of {corpus} is done: {len(tasks)} tasks, {num_tokens:,} tokens written now; "
+        f"{len(done):,} of all {plan.num_tasks:,} tasks are finished"
+    )
+    if len(done) == plan.num_tasks:
+        print(f"every share is done: flame-preprocess build --seal --output {corpus} makes the corpus of them")
+    return 0
+
+
+def seal_shares(options: BuildOptions) -> int:
+    """Seal what the processes of an array job built; returns the exit code. Only --output is needed."""
+    started = time.monotonic()
+    corpus = options.output
+    plan = read_plan(corpus)
+    if plan is None:
+        raise CorpusError(
+            "there is nothing to seal",
+            where=corpus,
+            expected="the folder in which flame-preprocess build --task_range has run",
+            fix="Check --output",
+        )
+    if (corpus / MANIFEST).is_file():
+        print(f"{corpus} is sealed already: nothing to do ({read_manifest(corpus).fingerprint})")
+        return 0
+    with exclusive_lock(corpus / LOCK, what="this corpus"), no_workers(corpus):
+        receipts = read_receipts(corpus, plan.digest)
+        error = missing_tasks(corpus, plan, receipts.keys(), options)
+        if error is not None:
+            raise error
+        remove_strays(corpus, receipts.values())
+        tokenizer = read_tokenizer(
+            corpus / TOKENIZER_FOLDER,
+            eos_token=plan.options["eos_token"],
+            bos=plan.options["bos"],
+            parse_special=plan.options["special_text"] == "parsed",
+        )
+        if tokenizer.info.fingerprint != plan.options["tokenizer"]:
+            raise CorpusError("the copied tokenizer is not the one of the plan", where=corpus / TOKENIZER_FOLDER)
+        engine = Counter(receipt["engine"] for receipt in receipts.values()).most_common(1)[0][0]
+        manifest = _seal(options, plan, tokenizer, engine)
+        remove_tree(corpus / CLAIMS)
+    tokens = sum(split.num_tokens for split in manifest.splits.values())
+    print(summary(corpus, manifest, num_tokens=tokens, seconds=time.monotonic() - started))
+    return 0
+
+
+def _write_tokenizer(corpus: Path, tokenizer: TokenizerSpec, loaded: Loaded) -> None:
+    """Write the tokenizer's files and the engine's screen, where they are not there."""
+    if not (corpus / TOKENIZER_FOLDER).is_dir():
+        copy_tokenizer(tokenizer, corpus / TOKENIZER_FOLDER)
+    if loaded.screen is not None and loaded.screen_key is not None:
+        write_screen(corpus / SCREEN, loaded.screen, loaded.screen_key)
 
 
 def _input_bytes_at_most(options: BuildOptions, found: Sequence[FoundFile]) -> int:
@@ -146,6 +185,7 @@ def make_plan(options: BuildOptions, found: Sequence[FoundFile], tokenizer: Toke
         on_error=options.on_error,
     )
     seed = options.seed if options.shuffled else None
+    tasks = plan_tasks(files, shard_tokens=options.shard_tokens, shuffle_seed=seed)
     return Plan(
         options={
             "tokenizer": tokenizer.info.fingerprint,
@@ -166,69 +206,10 @@ def make_plan(options: BuildOptions, found: Sequence[FoundFile], tokenizer: Toke
         inputs=[input_entry(file) for file in files],
         on_error=options.on_error,
         columns=columns,
-        tasks=plan_tasks(files, shard_tokens=options.shard_tokens, shuffle_seed=seed),
+        tasks=tasks,
+        num_tasks=len(tasks),
+        dataset=options.dataset,
     )
-
-
-def input_entry(file: InputFile) -> dict[str, Any]:
-    entry = {"path": file.path, "size": file.size_bytes, "mtime_ns": file.mtime_ns, "rows": file.num_rows}
-    return entry if file.etag is None else entry | {"etag": file.etag}
-
-
-def say_finished(corpus: Path, plan: Plan) -> int:
-    """Return 0 if the sealed corpus is the one asked for; `CorpusError` naming the difference otherwise."""
-    _check_same_plan(corpus, plan)
-    manifest = read_manifest(corpus)
-    print(f"{corpus} is already built with these options and inputs: nothing to do ({manifest.fingerprint})")
-    return 0
-
-
-def adopt(corpus: Path, plan: Plan) -> None:
-    """Begin the build, or take over what an earlier process left of the same one."""
-    check_folder(corpus)
-    if (corpus / PLAN).is_file():
-        _check_same_plan(corpus, plan)
-    with _no_workers(corpus):
-        write_json(corpus / PLAN, plan.to_json())
-        remove_strays(corpus, read_receipts(corpus, plan.digest).values())
-
-
-def _check_same_plan(corpus: Path, plan: Plan) -> None:
-    old = json.loads((corpus / PLAN).read_bytes())
-    if old["digest"] != plan.digest:
-        found = differences(old, plan.to_json())
-        if old["version"] != PLAN_VERSION:
-            found = [f"the plan's version was {old['version']} and is {PLAN_VERSION}", *found]
-        more = f", and {len(found) - 3} more" if len(found) > 3 else ""
-        raise CorpusError(
-            "the output folder holds a build with other options or inputs",
-            where=corpus,
-            got="; ".join(found[:3]) + more,
-            fix="Name a new folder in --output, or delete this one to build it again",
-        )
-    # What a build that never skipped anything wrote is what one that may skip writes too; not the other way round.
-    if old["on_error"] == "skip" and plan.on_error == "fail":
-        raise CorpusError(
-            "the output folder holds a build that skips malformed input",
-            where=corpus,
-            got='on_error was "skip" and is "fail"',
-            fix="Go on with --on_error skip, or name a new folder in --output",
-        )
-
-
-@contextmanager
-def _no_workers(corpus: Path) -> Iterator[None]:
-    """Hold the workers' lock, once the workers of a killed build are gone: they die with it, but not at once."""
-    deadline = time.monotonic() + SECONDS_TO_DIE
-    while True:
-        try:
-            with exclusive_lock(corpus / WORKERS_LOCK, what="the tasks of this corpus"):
-                yield
-                return
-        except FlameError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.02)
 
 
 def task_settings(options: BuildOptions, plan: Plan, tokenizer: TokenizerSpec) -> TaskSettings:
@@ -255,8 +236,9 @@ def _run_tasks(options: BuildOptions, plan: Plan, settings: TaskSettings, execut
     left = [task for task in plan.tasks if task.index not in done]
     total_bytes, left_bytes = (sum(task.num_bytes for task in tasks) for tasks in (plan.tasks, left))
     log(
-        f"{len(plan.inputs)} files, {plan.input_bytes:,} bytes, {len(plan.tasks)} tasks"
-        + (f", {len(done)} of them done before" if done else "")
+        f"{len(plan.inputs)} files, {plan.input_bytes:,} bytes, {plan.num_tasks} tasks"
+        + (f", {len(plan.tasks)} of them in share {options.task_range}" if options.task_range else "")
+        + (f", {len(plan.tasks) - len(left)} of them done before" if len(plan.tasks) > len(left) else "")
         + f"; tokenizing with {engine} {ENGINES[engine].version}"
     )
     with BuildProgress(total_bytes, total_bytes - left_bytes) as progress:
@@ -269,7 +251,7 @@ def _run_tasks(options: BuildOptions, plan: Plan, settings: TaskSettings, execut
                 _check_errors(options, plan, count, progress.share_read)
 
         if left:
-            executor.run(left, settings, lock=settings.corpus / WORKERS_LOCK, report=report)
+            executor.run(left, settings, lock=settings.corpus / WORKERS_LOCK, report=report, shared=settings.claims)
         return progress.num_tokens
 
 
@@ -281,25 +263,25 @@ def _check_errors(options: BuildOptions, plan: Plan, count: ErrorCount, share_re
         raise too_many_errors(options.output, count, fraction, receipts)
 
 
-def _seal(options: BuildOptions, plan: Plan, settings: TaskSettings, tokenizer: TokenizerSpec, engine: str) -> Manifest:
+def _seal(options: BuildOptions, plan: Plan, tokenizer: TokenizerSpec, engine: str) -> Manifest:
     receipts = read_receipts(options.output, plan.digest)
-    lacking = [task.index for task in plan.tasks if task.index not in receipts]
+    lacking = [task for task in range(plan.num_tasks) if task not in receipts]
     if lacking:
-        raise CorpusError("finished tasks lost their files", where=options.output, got=f"tasks {lacking[:5]}")
+        raise CorpusError("finished tasks lost their files", where=options.output, got=f"tasks {stretches(lacking)}")
     _check_errors(options, plan, ErrorCount.of(receipts.values()))
     return seal(
         options.output,
         receipts,
         tokenizer=tokenizer.info,
-        held_out=options.val_fraction > 0,
-        shard_tokens=options.shard_tokens,
-        docs_schema=settings.docs_schema,
+        held_out=plan.options["val_fraction"] > 0,
+        shard_tokens=plan.options["shard_tokens"],
+        docs_schema=docs_schema(plan.columns) if plan.options["provenance"] else None,
         engine={
             "name": engine,
-            "version": ENGINES[engine].version,
+            "version": ENGINES[engine].version if ENGINES[engine].installed else "not installed where it was sealed",
             "redone_tasks": sum(receipt.get("redone") is not None for receipt in receipts.values()),
         },
-        options={**plan.options, "on_error": options.on_error, "dataset": list(options.dataset)},
+        options={**plan.options, "on_error": plan.on_error, "dataset": list(plan.dataset)},
         inputs={
             "num_files": len(plan.inputs),
             "num_bytes": plan.input_bytes,

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from flame.config import option, parse_count
 from flame.errors import UsageError
+from flame.preprocess.ranges import TaskRange, parse_range
 
 DEFAULT_SHARD_TOKENS = 2**28
 DEFAULT_BLOCK_TOKENS = 2**22
@@ -19,6 +20,7 @@ class BuildOptions:
     """The options of one build."""
 
     dataset: tuple[str, ...] = option(
+        (),
         help="files, patterns, folders, s3:// gs:// hf:// https:// addresses or hub datasets (org/name) to read, in "
         "this order (several: repeat the option, separate by commas, or name a file that lists them as @FILE). "
         "Parquet, arrow, feather; jsonl, txt (one document a line), csv and tsv plain or as .gz or .zst; folders that "
@@ -27,7 +29,9 @@ class BuildOptions:
         metavar="PATH",
         repeat=True,
     )
-    tokenizer: Path = option(help="folder with a tokenizer.json (and tokenizer_config.json), or such a file")
+    tokenizer: Path | None = option(
+        None, help="folder with a tokenizer.json (and tokenizer_config.json), or such a file (needed)"
+    )
     output: Path = option(help="corpus folder to write", aliases=("path",))
 
     data_dir: str | None = option(None, help="folder inside the dataset to read", metavar="DIR")
@@ -103,14 +107,27 @@ class BuildOptions:
         "document)",
     )
     executor: str = option("local", choices=("local", "ray"), help="where tasks run; ray is not available yet")
-    task_range: str | None = option(None, help="share i/n of an array job: not available yet", metavar="I/N")
-    seal: bool = option(False, help="seal what array jobs built: not available yet")
+    task_range: TaskRange | None = option(
+        None,
+        help="run only the i-th of n shares of the tasks, counted from 0: for array jobs, each with all "
+        "options alike and one --output that they share; --seal makes the corpus (docs/multi-node.md)",
+        metavar="I/N",
+        parse=parse_range,
+    )
+    seal: bool = option(False, help="make the corpus of what --task_range built; needs only --output")
+    dry_run: bool = option(False, help="tokenize a sample, say what the build would give and take, and write no corpus")
     dedup: bool = option(False, help="drop exact copies: not available yet")
     where: str | None = option(None, help="keep rows for which this holds: not available yet", metavar="EXPRESSION")
     data_probs: str | None = option(None, help="moved: a corpus is one source, `flame-mix create` weighs several")
 
     def __post_init__(self) -> None:
         self._refuse_what_is_absent()
+        needed = [f"--{name}" for name in ("dataset", "tokenizer") if not getattr(self, name)]
+        if needed and not self.seal:
+            raise UsageError(
+                f"flame-preprocess build needs {', '.join(needed)}",
+                fix="flame-preprocess build -h explains every option",
+            )
         for name in ("limit_documents", "limit_bytes", "num_workers", "batch_size", "shard_tokens"):
             self._require_positive(name)
         self._require_positive("shuffle_block_tokens")
@@ -121,7 +138,7 @@ class BuildOptions:
                 f"--max_error_fraction cannot be {self.max_error_fraction}",
                 expected="a share of the documents, 0 to 1: 0.001 allows one in a thousand",
             )
-        if self.max_error_fraction is not None and self.on_error == "fail":
+        if self.max_error_fraction is not None and self.on_error == "fail" and not self.seal:
             raise UsageError(
                 "--max_error_fraction allows some malformed documents, and --on_error fail none",
                 fix="Add --on_error skip, or leave --max_error_fraction out",
@@ -152,8 +169,6 @@ class BuildOptions:
             )
         absent = {
             "executor": (self.executor == "ray", "Use --executor local"),
-            "task_range": (self.task_range is not None, "Run one build with --num_workers"),
-            "seal": (self.seal, "A build of --executor local seals by itself"),
             "dedup": (self.dedup, "Drop copies before building"),
             "where": (self.where is not None, "Filter the files before building"),
         }

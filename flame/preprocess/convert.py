@@ -6,7 +6,7 @@ import time
 
 from flame.errors import CorpusError
 from flame.files import exclusive_lock, remove_tree, sha256_of_json
-from flame.preprocess.build import Plan, adopt, input_entry, say_finished, summary, task_settings
+from flame.preprocess.build import summary, task_settings
 from flame.preprocess.convert_config import ConvertOptions
 from flame.preprocess.convert_task import ConvertSettings, DecodeRequest
 from flame.preprocess.executors import Executor
@@ -14,6 +14,7 @@ from flame.preprocess.exports.export import export
 from flame.preprocess.folder import LOCK, VAL_PARTS, WORKERS_LOCK, check_folder, read_receipts
 from flame.preprocess.local import LocalExecutor
 from flame.preprocess.plan import plan_tasks
+from flame.preprocess.plan_file import Plan, adopt, input_entry, say_finished
 from flame.preprocess.progress import BuildProgress, log
 from flame.preprocess.seal import seal
 from flame.preprocess.sources.formats import SOURCES
@@ -78,6 +79,7 @@ def make_plan(options: ConvertOptions, tokenizer: TokenizerSpec) -> Plan:
     files, columns = SOURCES[options.from_].find(options.input, options.dataset_split, options.keep_columns)
     build = options.build_options
     seed = build.seed if build.shuffled else None
+    tasks = plan_tasks(files, shard_tokens=build.shard_tokens, shuffle_seed=seed)
     return Plan(
         options={
             "from": options.from_,
@@ -97,7 +99,8 @@ def make_plan(options: ConvertOptions, tokenizer: TokenizerSpec) -> Plan:
         inputs=[input_entry(file) for file in files],
         on_error="fail",
         columns=columns,
-        tasks=plan_tasks(files, shard_tokens=build.shard_tokens, shuffle_seed=seed),
+        tasks=tasks,
+        num_tasks=len(tasks),
     )
 
 

@@ -28,11 +28,19 @@ LOCK = BUILD / "lock"
 WORKERS_LOCK = BUILD / "workers.lock"
 PLAN_LOCK = BUILD / "plan.lock"
 CLAIMS = BUILD / "claims"
+# The pieces of every task, for the processes of an array job.
+PIECES = BUILD / "pieces.parquet"
 TASKS = BUILD / "tasks"
 # The code points on which the engine differs from the reference.
 SCREEN = BUILD / "engine-screen.json"
 # Held-out documents of each task, until sealing merges them into val/.
 VAL_PARTS = BUILD / "tasks-val"
+
+
+_STARTED = (
+    *("lock", "workers.lock", "plan.lock", "pieces.parquet"),
+    *(f"pieces.parquet{TEMPORARY_SUFFIX}", f"plan.json{TEMPORARY_SUFFIX}"),
+)
 
 
 def receipt_path(corpus: Path, task: int) -> Path:
@@ -62,7 +70,7 @@ def check_folder(corpus: Path) -> None:
             fix="Name a new folder in --output",
         )
     # A build that died before its plan was written leaves the lock, and perhaps the plan's temporary file.
-    started = [BUILD / name for name in ("lock", "workers.lock", "plan.lock", f"plan.json{TEMPORARY_SUFFIX}")]
+    started = [BUILD / name for name in _STARTED]
     foreign = [name for name in names if name != BUILD_FOLDER]
     if (corpus / BUILD).is_dir():
         foreign += [path.name for path in (corpus / BUILD).iterdir() if BUILD / path.name not in started]
@@ -168,10 +176,11 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
         before, now = old["options"].get(name), new["options"].get(name)
         if before != now:
             found.append(f"{name} was {json.dumps(before)} and is {json.dumps(now)}")
-    return found + _input_differences(old["inputs"], new["inputs"])
+    return found + input_differences(old.get("inputs", ()), new.get("inputs", ()))
 
 
-def _input_differences(old: Sequence[Mapping[str, Any]], new: Sequence[Mapping[str, Any]]) -> list[str]:
+def input_differences(old: Sequence[Mapping[str, Any]], new: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return in words how two lists of inputs differ."""
     before, now = ({entry["path"]: entry for entry in entries} for entries in (old, new))
     found = [f"{path} is no longer an input" for path in before if path not in now]
     found += [f"{path} is a new input" for path in now if path not in before]

@@ -78,12 +78,17 @@ class TaskSettings:
 
     @property
     def docs_schema(self) -> pa.Schema | None:
-        return pa.schema([*PROVENANCE_FIELDS, *self.columns.kept]) if self.provenance else None
+        return docs_schema(self.columns) if self.provenance else None
 
     @property
     def val_schema(self) -> pa.Schema:
         """The schema of held-out documents until sealing: their size and hash whether or not provenance is kept."""
         return pa.schema([*PROVENANCE_FIELDS, *self.columns.kept, pa.field(HASH_COLUMN, HASH_TYPE)])
+
+
+def docs_schema(columns: Columns) -> pa.Schema:
+    """Return the schema of docs.parquet."""
+    return pa.schema([*PROVENANCE_FIELDS, *columns.kept])
 
 
 @dataclass(frozen=True, kw_only=True)

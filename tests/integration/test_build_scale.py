@@ -1,0 +1,167 @@
+"""One corpus by several processes that share a folder: array jobs, raced, killed, sealed. The bytes never change."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flame.config import parse_flat
+from flame.errors import CorpusError, UsageError
+from flame.preprocess.build import build
+from flame.preprocess.claims import claimed
+from flame.preprocess.config import BuildOptions
+from flame.preprocess.folder import CLAIMS, TASKS
+from flame.preprocess.forks import ForkDiedError, in_a_fork
+from flame.preprocess.ranges import TaskRange, parse_range, stretches, unfinished
+from tests.builds import (
+    build_here,
+    command,
+    environment,
+    run_build,
+    same_corpus,
+    some_texts,
+    write_jsonl,
+    write_parquet,
+)
+from tests.integration.test_build_processes import processes_of, until
+from tests.tokenizers import write_tiny_tokenizer
+
+OPTIONS = {"val_fraction": 0.05, "shard_tokens": 20_000, "shuffle_block_tokens": 30_000, "num_workers": 1}
+SECONDS_TO_WAIT = 120
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with inputs, a tokenizer, and the corpus as one process makes it."""
+    folder = tmp_path_factory.mktemp("scale")
+    write_tiny_tokenizer(folder / "tok")
+    for part in range(4):
+        texts = some_texts(700, seed=part, longest=150)
+        write = write_parquet if part % 2 else write_jsonl
+        write(folder / "raw" / f"part-{part}.{'parquet' if part % 2 else 'jsonl'}", texts)
+    build_here(folder / "raw", folder / "expected", folder / "tok", **OPTIONS)
+    return folder
+
+
+def share(work: Path, output: Path, name: str) -> subprocess.Popen[str]:
+    words = command(work / "raw", output, work / "tok", task_range=name, **OPTIONS)
+    return subprocess.Popen(
+        words, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[str, str]:
+    """What a share said, which must have ended well."""
+    output, errors = process.communicate(timeout=SECONDS_TO_WAIT)
+    assert process.returncode == 0, errors
+    return output, errors
+
+
+def seal(output: Path) -> int:
+    return build(BuildOptions(output=output, seal=True))
+
+
+def test_shares_at_once_in_any_order_and_a_killed_one_end_as_one_build_does(work: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    with pytest.raises(CorpusError, match="there is nothing to seal"):
+        seal(output)
+    # two shares at once, one of them twice: they race for the plan, and for tasks
+    racing = [share(work, output, name) for name in ("2/3", "0/3", "0/3")]
+    said = [ended(process) for process in racing]
+    assert "share 0/3 of" in said[1][0] and "share 0/3 of" in said[2][0]
+    tokens = [int(output.split(" tokens written now")[0].split()[-1].replace(",", "")) for output, _ in said]
+    assert tokens[0] > 0
+    finished = len(list((output / TASKS).iterdir()))
+
+    last = share(work, output, "1/3")
+    assert until(lambda: len(list((output / TASKS).glob("*.json"))) > finished)
+    last.send_signal(signal.SIGKILL)
+    last.communicate()
+    assert until(lambda: not processes_of(last.pid))
+    with pytest.raises(CorpusError) as told:
+        seal(output)
+    assert "the build is not finished" in str(told.value)
+    assert str(told.value).endswith("Run again --task_range 1/3, then --seal: finished tasks are kept.")
+    assert not (output / "manifest.json").exists()
+
+    output_text, errors = ended(share(work, output, "1/3"))
+    assert "of them done before" in errors
+    assert output_text.splitlines()[-1] == (
+        f"every share is done: flame-preprocess build --seal --output {output} makes the corpus of them"
+    )
+    assert seal(output) == 0
+    assert same_corpus(output, work / "expected")
+    assert not list(output.rglob("*.tmp")) and not (output / CLAIMS).exists()
+    assert seal(output) == 0, "again: nothing to do"
+    assert run_build(work / "raw", output, work / "tok", **OPTIONS).returncode == 0, "nor for a build without shares"
+
+
+def test_a_share_with_other_options_or_inputs_is_refused_and_a_whole_build_waits(work: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    ended(share(work, output, "0/50"))
+    other = run_build(work / "raw", output, work / "tok", task_range="1/50", **OPTIONS | {"val_fraction": 0.1})
+    assert other.returncode == 1
+    assert "val_fraction was 0.05 and is 0.1" in other.stderr
+    fewer = run_build(work / "raw/part-0.jsonl", output, work / "tok", task_range="1/50", **OPTIONS)
+    assert fewer.returncode == 1
+    assert f"{work}/raw/part-1.parquet is no longer an input" in fewer.stderr
+    assert run_build(work / "raw", output, work / "tok", **OPTIONS).returncode == 0, "without a share it does the rest"
+    assert same_corpus(output, work / "expected")
+
+
+def test_a_claim_dies_with_its_owner_and_is_waited_for(tmp_path: Path) -> None:
+    def claims(task: int) -> bool:
+        with claimed(tmp_path, task, wait=False) as ours:
+            return ours
+
+    def dies() -> None:
+        with claimed(tmp_path, 7, wait=False) as ours:
+            assert ours
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with claimed(tmp_path, 7, wait=True) as ours:
+        assert ours
+        assert not in_a_fork(lambda: claims(7))
+        assert in_a_fork(lambda: claims(8))
+    with pytest.raises(ForkDiedError, match="SIGKILL"):
+        in_a_fork(dies)
+    assert claims(7)
+
+
+@given(st.integers(1, 50), st.integers(1, 300), st.data())
+def test_shares_cover_every_task_once_and_name_what_is_missing(count: int, num_tasks: int, data: st.DataObject) -> None:
+    shares = [TaskRange(index=index, count=count) for index in range(count)]
+    assert [task for one in shares for task in one.tasks(num_tasks)] == list(range(num_tasks))
+    sizes = [len(one.tasks(num_tasks)) for one in shares]
+    assert max(sizes) - min(sizes) <= 1
+    missing = data.draw(st.sets(st.integers(0, num_tasks - 1)))
+    expected = [one for one in shares if missing & set(one.tasks(num_tasks))]
+    assert unfinished(missing, num_tasks, count) == expected
+
+
+def test_stretches_are_told_in_words() -> None:
+    assert stretches([9, 3, 4, 5]) == "3 to 5, 9"
+    assert stretches(range(0, 40, 2)).endswith("18 and 10 more stretches")
+
+
+@pytest.mark.parametrize("text", ["4/4", "-1/4", "1", "1/0", "a/b", "1/2/3", "", "½/2"])
+def test_what_is_no_share_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="0 ≤ i < n: of four shares the first is 0/4, the last 3/4"):
+        parse_flat(
+            BuildOptions, ["--dataset", "a", "--tokenizer", "t", "--output", "o", f"--task_range={text}"], program="p"
+        )
+    assert parse_range(" 3/4 ") == TaskRange(index=3, count=4)
+
+
+def test_what_a_build_needs_is_told_and_sealing_needs_only_the_folder() -> None:
+    with pytest.raises(UsageError, match="build needs --dataset, --tokenizer"):
+        BuildOptions(output=Path("o"))
+    make: Callable[..., BuildOptions] = BuildOptions
+    assert make(output=Path("o"), seal=True).seal
