@@ -6,6 +6,8 @@ import threading
 from bisect import bisect_right
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from operator import index
 from pathlib import Path
@@ -20,9 +22,24 @@ from flame.shards.manifest import Manifest, ShardInfo, SplitInfo, read_manifest
 from flame.shards.maps import MAPS, MappedShard, ShardFiles, check_sizes, map_shard
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
     from flame.shards.provenance import ProvenanceReader
 
 CHECKING_THREADS = 8  # of `Split.check`: it waits for opens, which a network file system answers slowly
+
+
+@dataclass(frozen=True, kw_only=True)
+class Document:
+    """A document of a split: `ids` are uint32 `[num_tokens]`, EOS included; `text` is without EOS and BOS.
+
+    `provenance` is its row of docs.parquet: source_file, row, num_bytes and the kept columns; {} where none was kept.
+    """
+
+    number: int
+    ids: NDArray[np.uint32]
+    text: str
+    provenance: dict[str, Any]
 
 
 class Corpus:
@@ -34,8 +51,9 @@ class Corpus:
         self._splits: dict[str, Split] = {}
 
     @classmethod
-    def open(cls, path: Path) -> Corpus:
+    def open(cls, path: str | Path) -> Corpus:
         """Open the corpus in `path`; `UsageError` if the path does not exist, `CorpusError` if it is no corpus."""
+        path = Path(path)
         if not path.exists():
             raise UsageError("there is no such corpus folder", got=path, fix="Check the path")
         return cls(path, read_manifest(path))
@@ -47,6 +65,13 @@ class Corpus:
     @property
     def tokenizer_folder(self) -> Path:
         return self.path / TOKENIZER_FOLDER
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The corpus's own tokenizer; `TokenizerError` where it is lost. Cost: up to a second, once."""
+        from flame.shards.tokenizer import load_tokenizer  # a trainer reads ids only
+
+        return load_tokenizer(self.path)
 
     def split(self, name: str) -> Split:
         """Return a split by name; `CorpusError` naming those there are."""
@@ -186,6 +211,14 @@ class Split:
         shard, offset = self.locate(token)
         row = bisect_right(self._map(shard).end_values, offset)
         return self._document_starts[shard] + row
+
+    def document(self, document: int) -> Document:
+        """Return a document by its number, from 0; `CorpusError` if there is none of that number."""
+        from flame.shards.tokenizer import document_text
+
+        ids = self.read(*self.document_bounds(document))
+        text = document_text(self.corpus.tokenizer, ids.tolist(), self.corpus.manifest.tokenizer)
+        return Document(number=index(document), ids=ids, text=text, provenance=self.provenance(document))
 
     def provenance(self, document: int) -> dict[str, Any]:
         """Return a document's row of docs.parquet with values as JSON has them, or {} where provenance was not kept.
