@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from flame.files import exclusive_lock, file_lock, remove_tree, sha256_of_json
 from flame.preprocess.array_job import missing_tasks, shared_plan
 from flame.preprocess.ceiling import ErrorCount, too_many_errors
 from flame.preprocess.config import BuildOptions
+from flame.preprocess.dry_run import take_sample, told
 from flame.preprocess.engine_check import SMALL_INPUT_BYTES, require_installed
 from flame.preprocess.engine_screen import write_screen
 from flame.preprocess.engines import ENGINES
@@ -29,6 +31,7 @@ from flame.preprocess.folder import (
     remove_strays,
 )
 from flame.preprocess.inputs import FoundFile, find_inputs
+from flame.preprocess.local import LocalExecutor
 from flame.preprocess.plan import plan_tasks
 from flame.preprocess.plan_file import Plan, adopt, input_entry, no_workers, read_plan, say_finished
 from flame.preprocess.progress import BuildProgress, log
@@ -68,7 +71,7 @@ def build(options: BuildOptions) -> int:
             f"note: the tokenizer's largest id is {tokenizer.largest_id}, beyond its {tokenizer.info.vocab_size} tokens"
         )
     check_folder(options.output)
-    if (options.output / MANIFEST).is_file() and not options.dry_run:
+    if (options.output / MANIFEST).is_file():
         code = say_finished(options.output, make_plan(options, found, tokenizer))
         if (options.output / VAL_PARTS).exists():  # a kill came between sealing and sweeping
             with exclusive_lock(options.output / LOCK, what="this corpus"):
@@ -81,6 +84,8 @@ def build(options: BuildOptions) -> int:
         screens=(options.output / SCREEN,),
         small_input=_input_bytes_at_most(options, found) < SMALL_INPUT_BYTES,
     )
+    if options.dry_run:
+        return _say_what_it_would_be(options, found, tokenizer, request)
     with EXECUTORS[options.executor](request, options.num_workers) as executor:
         if options.task_range is not None:
             return _run_share(options, found, tokenizer, executor)
@@ -95,6 +100,23 @@ def build(options: BuildOptions) -> int:
             num_tokens = _run_tasks(options, plan, settings, executor, loaded.engine)
             manifest = _seal(options, plan, tokenizer, loaded.engine)
     print(summary(options.output, manifest, num_tokens=num_tokens, seconds=time.monotonic() - started))
+    return 0
+
+
+def _say_what_it_would_be(
+    options: BuildOptions, found: Sequence[FoundFile], tokenizer: TokenizerSpec, request: LoadRequest
+) -> int:
+    """Do --dry_run; returns the exit code."""
+    with (
+        tempfile.TemporaryDirectory(prefix="flame-dry-run-") as folder,
+        LocalExecutor(request, 1) as executor,
+    ):
+        plan = make_plan(options, found, tokenizer)
+        loaded = executor.wait_until_loaded()
+        settings = dataclasses.replace(task_settings(options, plan, tokenizer), corpus=Path(folder))
+        sample = take_sample(plan, settings, executor)
+        engine = f"{loaded.engine} {ENGINES[loaded.engine].version}"
+        print(told(options.output, plan, sample, engine=engine, num_workers=options.worker_count))
     return 0
 
 
