@@ -9,6 +9,7 @@ from flame.program import Command, run_program
 from flame.sampling.check import CheckOptions, check
 from flame.sampling.create import CreateOptions, create
 from flame.sampling.edit import EditOptions, edit
+from flame.sampling.find import FindOptions, find
 from flame.sampling.samples import SamplesOptions, samples
 from flame.sampling.show import ShowOptions, show
 from flame.sampling.trace import TraceOptions, trace
@@ -35,6 +36,12 @@ COMMANDS = (
     ),
     Command(name="samples", options=SamplesOptions, help="List which window each sample of a stretch is.", run=samples),
     Command(name="trace", options=TraceOptions, help="Show the documents that a sample is made of.", run=trace),
+    Command(
+        name="find",
+        options=FindOptions,
+        help="List the samples that documents come in, or came in so far in a run.",
+        run=find,
+    ),
 )
 
 

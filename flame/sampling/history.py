@@ -78,6 +78,11 @@ class Stretch:
         return range(self.segment.first_sample_of(self.first_step), self.segment.first_sample_of(self.stop_step))
 
 
+def first_step(segments: list[Segment]) -> int:
+    """Return the first step that the record tells of: 1, but for a run that began from another's checkpoint."""
+    return min((segment.step for segment in segments), default=0) + 1
+
+
 def stretches_of(segments: list[Segment], steps: range) -> list[Stretch]:
     """Return who took each of `steps`, in order. Raises as `segment_of_step` does for the first of them."""
     found: list[Stretch] = []

@@ -15,8 +15,10 @@ from numpy.typing import NDArray
 from flame.config import option, parse_count
 from flame.errors import UsageError
 from flame.sampling.history import (
+    Segment,
     Stretch,
     check_taken,
+    first_step,
     latest_step,
     mixture_of_segment,
     read_segments,
@@ -182,7 +184,7 @@ def trace_steps(
     `FlameError` for a step that it has not taken: all before the first object.
     """
     segments = read_segments(run)
-    stretches = [stretch for asked in steps for stretch in stretches_of(segments, _taken(run, asked))]
+    stretches = [stretch for asked in steps for stretch in stretches_of(segments, _taken(run, segments, asked))]
     _check_ranks(run, ranks, stretches)
     opened: OpenedMixture | None = None
     order: tuple[str, int, int] | None = None
@@ -204,9 +206,9 @@ def trace_steps(
                 yield {**place_of[document["k"]], **document}
 
 
-def _taken(run: Path, steps: range) -> range:
-    """Return the steps that are meant, all of them taken: an open end is the latest step's, an absent start is 1."""
-    start = 1 if steps.start == 0 and steps.stop > 1 else steps.start
+def _taken(run: Path, segments: list[Segment], steps: range) -> range:
+    """Return the steps that are meant, all of them taken: an open end is the latest one, an absent start the first."""
+    start = first_step(segments) if steps.start == 0 and steps.stop > 1 else steps.start
     if start < 1:
         raise UsageError("steps are numbered from 1", got=start)
     if steps.stop != OPEN:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ PROVENANCE_FIELDS = (
     pa.field("num_bytes", pa.uint32()),
 )
 ROW_GROUP_ROWS = 1 << 14
+NO_PROVENANCE = "Look for documents by their numbers, or build the corpus with provenance, which is kept by default"
 WAITING_BYTES = 1 << 26  # a row group of large kept columns is cut shorter
 
 
@@ -114,17 +115,42 @@ class ProvenanceReader:
         return {name: _value(table.column(name)[place]) for name in table.column_names}
 
 
+def scan_columns(
+    path: Path, columns: Sequence[str], *, num_documents: int
+) -> Iterator[tuple[int, dict[str, list[Any]]]]:
+    """Yield (its first row, these columns' values as JSON has them) of each row group: one in memory at a time.
+
+    Raises `CorpusError` if the file is absent, lacks a column, cannot be read or has not `num_documents` rows.
+    """
+    if not path.is_file():
+        raise CorpusError(
+            "where the documents of a shard came from is not known", where=path, got="no such file", fix=NO_PROVENANCE
+        )
+    try:
+        with pq.ParquetFile(path, page_checksum_verification=True) as file:
+            _check_num_rows(path, file, num_documents)
+            names = file.schema_arrow.names
+            for column in columns:
+                if column not in names:
+                    raise CorpusError(
+                        f"the documents of a shard have no column {column!r}",
+                        where=path,
+                        expected="one of " + ", ".join(names),
+                        fix="Columns are kept by flame-preprocess build --keep_columns",
+                    )
+            first = 0
+            for group in range(file.num_row_groups):
+                table = file.read_row_group(group, columns=list(columns))
+                yield first, {name: _values(table.column(name)) for name in columns}
+                first += table.num_rows
+    except (OSError, pa.ArrowException) as error:
+        raise damaged(path, error) from error
+
+
 def _row_group_of(path: Path, row: int, num_documents: int) -> tuple[int, pa.Table]:
     """Return the row group that holds a row, and its own first row."""
     with pq.ParquetFile(path, page_checksum_verification=True) as file:
-        if file.metadata.num_rows != num_documents:
-            raise CorpusError(
-                "the provenance of a shard is not that of its documents",
-                where=path,
-                got=f"{file.metadata.num_rows} rows",
-                expected=f"{num_documents} rows, one a document",
-                fix=RESTORE,
-            )
+        _check_num_rows(path, file, num_documents)
         first = 0
         for group in range(file.num_row_groups):
             num_rows = file.metadata.row_group(group).num_rows
@@ -132,6 +158,17 @@ def _row_group_of(path: Path, row: int, num_documents: int) -> tuple[int, pa.Tab
                 return first, file.read_row_group(group)
             first += num_rows
     raise CorpusError("the provenance of a shard has fewer rows than it says", where=path, fix=RESTORE)
+
+
+def _check_num_rows(path: Path, file: pq.ParquetFile, num_documents: int) -> None:
+    if file.metadata.num_rows != num_documents:
+        raise CorpusError(
+            "the provenance of a shard is not that of its documents",
+            where=path,
+            got=f"{file.metadata.num_rows} rows",
+            expected=f"{num_documents} rows, one a document",
+            fix=RESTORE,
+        )
 
 
 def damaged(path: Path, error: Exception) -> CorpusError:
@@ -147,6 +184,13 @@ def _value(scalar: pa.Scalar) -> Any:
         return as_json(scalar.as_py())
     except ValueError:  # nanoseconds, which Python's own times do not have
         return str(scalar.cast(pa.string())).replace(" ", "T")
+
+
+def _values(column: pa.ChunkedArray) -> list[Any]:
+    try:
+        return [as_json(value) for value in column.to_pylist()]
+    except ValueError:
+        return [_value(scalar) for scalar in column]
 
 
 def as_json(value: Any) -> Any:

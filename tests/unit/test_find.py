@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flame.cli.mix import main
+from flame.sampling.documents import WantedDocuments
+from flame.sampling.find import find_in_mixture
 from flame.sampling.interleave import TABLE_SLOTS, SlotTable, integer_weights, slot_table
-from flame.sampling.mixture import Mixture, Source, Stage
+from flame.sampling.mixture import Mixture, Source, Stage, mixture_of_corpora, write_mixture
+from flame.sampling.occurrences import epochs_of, occurrences
 from flame.sampling.permutation import MAX_SIZE, half_bits, permute_each, round_keys, unpermute_each
 from flame.sampling.sampler import Sampler
+from flame.sampling.trace import trace_samples
+from tests.corpora import make_corpus
 
 MASK = (1 << 64) - 1
 
@@ -109,3 +118,134 @@ def test_every_sample_is_found_from_its_window(
     for source in range(3):
         found = sampler.samples_of(source, np.array([drawn[source] + 10**6]))
         assert (found[0] == -1) == (last[source] == 0), "a source of weight 0 comes no more"
+
+
+# ---- documents of real corpora
+
+WINDOW = 16
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Path) -> Path:
+    """A mixture of `web`, of several shards, whose documents have a url, a score and a missing url; and `bare`."""
+    folder = tmp_path_factory.mktemp("find")
+    rng = np.random.default_rng(5)
+    for name, count in (("web", 60), ("bare", 25)):
+        lists = [rng.integers(1, 400, rng.integers(0, 70)).tolist() for _ in range(count)]
+        make_corpus(folder / name, lists, tokenizer=tiny_tokenizer, shard_tokens=500, provenance=name == "web")
+    for path in (folder / "web" / "train").glob("*.docs.parquet"):
+        docs = pq.read_table(path)
+        rows = docs.column("row").to_pylist()
+        urls = [None if row % 10 == 3 else f"https://{'a.example.com' if row % 2 else 'b.org'}/{row}" for row in rows]
+        docs = docs.append_column("url", pa.array(urls)).append_column("score", pa.array([row / 4 for row in rows]))
+        pq.write_table(docs, path, row_group_size=4)
+    write_mixture(folder / "mix.json", mixture_of_corpora([folder / "web", folder / "bare"], [0.7, 0.3], 3))
+    return folder
+
+
+def found_lines(folder: Path, capsys: pytest.CaptureFixture[str], *words: object) -> list[dict[str, Any]]:
+    planned = ["--mixture", folder / "mix.json", "--window_len", WINDOW, "--tokens", 6000, "--json"]
+    assert main(["find", *map(str, [*planned, *words])]) == 0
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_what_is_planned_is_what_all_samples_hold(folder: Path) -> None:
+    mixture = mixture_of_corpora([folder / "web", folder / "bare"], [0.7, 0.3], 3)
+    traced = [part | {"text": None} for part in trace_samples(mixture, WINDOW, range(6000 // WINDOW))]
+    found = [
+        {name: value for name, value in one.items() if name not in ("epoch", "window")} | {"text": None}
+        for one in find_in_mixture(mixture, WINDOW, 6000, WantedDocuments())
+    ]
+    as_text = [sorted(json.dumps(one, sort_keys=True) for one in some) for some in (found, traced)]
+    assert as_text[0] == as_text[1] and len(found) > 375
+
+
+@pytest.mark.parametrize(
+    ("words", "rows"),
+    [
+        (["--document", "7"], [7]),
+        (["--document", "9:11", "--document", "10:12", "--document", "2"], [2, 9, 10, 11]),
+        (["--document", "58:"], [58, 59]),
+        (["--url", r"example\.com/.$"], [1, 5, 7, 9]),
+        (["--url", "null"], []),
+        (["--url", "b.org", "--where_column", r"score=^1[0-9]?\."], [*range(4, 8, 2), *range(40, 60, 2)]),
+        (["--where_column", "num_bytes=^[0-4]$", "--document", ":30"], None),
+        (["--source_file", "train.jsonl", "--row", "4:6", "--row", "33"], [4, 5, 33]),
+        (["--source_file", "rain.jsonl", "--row", "4"], []),
+        (["--source_file", "train.jsonl", "--document", "55:60"], [55, 56, 57, 58, 59]),
+    ],
+)
+def test_documents_are_found_by_number_and_by_origin(
+    folder: Path, capsys: pytest.CaptureFixture[str], words: list[str], rows: list[int] | None
+) -> None:
+    every = found_lines(folder, capsys, "--source", "web", "--document", "0:")
+    assert {one["document"] for one in every} == set(range(60))
+    if rows is None:
+        rows = sorted({one["row"] for one in every if one["num_bytes"] < 5 and one["row"] < 30})
+        assert rows
+    expected = [one for one in every if one["row"] in rows]
+    assert found_lines(folder, capsys, "--source", "web", *words) == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "told"),
+    [
+        ([], 2, "looks for no document"),
+        (["--document", "3"], 2, "of one source"),
+        (["--source", "wbe", "--document", "3"], 2, "no such source"),
+        (["--source", "web", "--document", "60"], 1, "no such document"),
+        (["--source", "web", "--document", "3:61"], 1, "no such document"),
+        (["--source", "bare", "--url", "x"], 1, "is not known"),
+        (["--source", "web", "--where_column", "language=x"], 1, "no column 'language'"),
+        (["--url", "("], 2, "no regular expression"),
+        (["--where_column", "x"], 2, "NAME=REGEX"),
+        (["--row", "3", "--url", "x"], 2, "--source_file"),
+        (["--run", "exp", "--document", "3"], 2, "knows its mixture"),
+    ],
+)
+def test_wrong_calls_are_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str], words: list[str], code: int, told: str
+) -> None:
+    assert main(["find", str(folder / "mix.json"), "--window_len", "8", "--tokens", "9000", *words]) == code
+    shown = capsys.readouterr()
+    assert told in shown.err and shown.out == "" and "unexpected" not in shown.err
+
+
+@dataclass(frozen=True)
+class Sparse:
+    """A split of documents of one length, however many."""
+
+    num_tokens: int
+    length: int
+
+    def document_bounds(self, document: int) -> tuple[int, int]:
+        return document * self.length, (document + 1) * self.length
+
+
+def test_documents_of_a_corpus_of_trillions_of_tokens_are_exact() -> None:
+    """10^13 tokens, three epochs and more: what is found is located where the document lies, and all its tokens."""
+    sources = [
+        Source(name=name, corpus=Path(name), split="train", fingerprint=f"sha256:{name}", num_tokens=count)
+        for name, count in (("web", 10**13), ("code", 10**9))
+    ]
+    stages = (
+        Stage(start_tokens=0, weights=integer_weights(["web", "code"], [0.9, 0.1])),
+        Stage(start_tokens=10**13, weights=integer_weights(["web", "code"], [0.99, 0.01])),
+    )
+    mixture = Mixture(data_seed=1, sources=tuple(sources), stages=stages)
+    split: Any = Sparse(10**13, 5000)
+    sampler = Sampler(mixture, [split, Sparse(10**9, 5000)], 4096)  # type: ignore[list-item]
+    documents = np.array([0, 10**9 + 7, 2 * 10**9 - 1])
+    limit = range(3 * 10**13 // 4096)
+    epochs = epochs_of(sampler, 0, limit)
+    assert epochs == range(3)
+    found = occurrences(sampler, split, 0, documents, epochs, limit)
+    located = sampler.locate(found.k)
+    assert np.array_equal(located.epoch, found.epoch) and np.array_equal(located.window, found.window)
+    first = located.offset + found.start - found.document * 5000
+    assert np.all(first >= 0) and np.all(first + found.num_tokens <= 5000) and np.all(found.num_tokens > 0)
+    for document in documents[:2]:
+        for epoch in (0, 1):
+            own = (found.document == document) & (found.epoch == epoch)
+            skipped = max(sampler.first_token(0, epoch) - document * 5000, 0)  # before the epoch's first window
+            assert found.num_tokens[own].sum() == 5000 - skipped

@@ -1,0 +1,91 @@
+"""`flame-mix find` computes what scanning a run with `flame-mix trace` finds: over ranks, resumes and data segments."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flame.cli.mix import main as flame_mix
+from tests.runs import arguments, make_training_folder, run_training
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Path) -> Path:
+    """A run of two ranks; from step 6 on of one, with another batch; from step 12 on of other data.
+
+    Its first start took steps 6 and 7 too: the second took them back.
+    """
+    folder = make_training_folder(tmp_path_factory.mktemp("find"), tiny_tokenizer)
+    run = folder / "run"
+    shape = {"training__batch_size": 4, "training__seq_len": 256, "training__window_len": 64, "checkpoint__interval": 5}
+    run_training(arguments(folder, run, **shape, training__steps=7), ranks=2)
+    other = shape | {"training__batch_size": 3, "training__gradient_accumulation_steps": 2}
+    run_training(arguments(folder, run, **other, training__steps=11, checkpoint__load_step=5))
+    change = {"training__data_probs": "0.5,0.5", "checkpoint__allow_data_change": "true"}
+    run_training(arguments(folder, run, **other, **change, training__steps=14))
+    return run
+
+
+def printed(capsys: pytest.CaptureFixture[str], *words: object) -> list[dict[str, Any]]:
+    capsys.readouterr()
+    assert flame_mix([*map(str, words), "--json"]) == 0
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def by_place(found: list[dict[str, Any]], *, without: set[str]) -> list[str]:
+    return sorted(json.dumps({k: v for k, v in one.items() if k not in without}, sort_keys=True) for one in found)
+
+
+def test_find_of_every_document_is_what_tracing_every_step_finds(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    scanned = printed(capsys, "trace", "--run", run, "--step", "1:")
+    assert {one["step"] for one in scanned} == set(range(1, 15))
+    found = [
+        one
+        for source in ("web", "code")
+        for one in printed(capsys, "find", "--run", run, "--source", source, "--document", "0:")
+    ]
+    assert by_place(found, without={"epoch", "window"}) == by_place(scanned, without={"text"})
+    assert {(one["source"], one["epoch"]) for one in found} >= {("web", 0), ("web", 1), ("code", 0)}
+    assert found[0].keys() - {"epoch", "window"} == scanned[0].keys() - {"text"}
+
+    places = {one["k"]: (one["epoch"], one["window"]) for one in found if one["step"] <= 11}  # of the first data
+    first = json.loads((run / "segments.jsonl").read_text().splitlines()[0])["mixture_fingerprint"]
+    mixture = run / f"mixture-{first}.json"
+    for sample in printed(capsys, "samples", mixture, "--window_len", 64, "--count", len(places)):
+        assert places[sample["k"]] == (sample["epoch"], sample["window"])
+
+    for one in scanned[:: len(scanned) // 5]:
+        alone = printed(capsys, "find", "--run", run, "--source", one["source"], "--document", one["document"])
+        assert alone == [o for o in found if (o["source"], o["document"]) == (one["source"], one["document"])]
+    rows = printed(capsys, "find", "--run", run, "--source_file", "train.jsonl", "--row", "7:9", "--row", "30")
+    assert by_place(rows, without=set()) == by_place([o for o in found if o["row"] in (7, 8, 30)], without=set())
+
+
+def test_trace_takes_stretches_of_steps_and_ranks(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    scanned = printed(capsys, "trace", "--run", run, "--step", ":")
+    assert [one["step"] for one in scanned] == sorted(one["step"] for one in scanned)
+    some = printed(capsys, "trace", "--run", run, "--step", "4:8", "--step", "12", "--rank", "1:")
+    assert some == [one for one in scanned if one["step"] in (4, 5) and one["rank"] == 1]
+    some = printed(capsys, "trace", "--run", run, "--step", "12:", "--step", ":3", "--rank", "0", "--rank", "1")
+    assert some == [one for one in scanned if one["step"] >= 12] + [one for one in scanned if one["step"] < 3]
+    for words, code, told in (
+        (("--step", "6:9", "--rank", "0:2"), 2, "no such rank"),
+        (("--step", "9:16"), 1, "has not taken this step"),
+        (("--step", "20:"), 1, "has not taken this step"),
+    ):
+        assert flame_mix(["trace", "--run", str(run), *words, "--json"]) == code
+        shown = capsys.readouterr()
+        assert told in shown.err and shown.out == ""
+
+
+def test_people_get_a_table(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = printed(capsys, "find", "--run", run, "--source", "web", "--document", 11)
+    assert flame_mix(["find", "--run", str(run), "--source", "web", "--document", "11"]) == 0
+    shown = capsys.readouterr()
+    header, *rows = (line.split() for line in shown.out.splitlines())
+    assert header == list(found[0])[: len(header)] and header[:4] == ["step", "rank", "micro_step", "batch_row"]
+    assert rows == [[str(one[name]) for name in header] for one in found]
+    assert f"{len(found)} samples by step 14" in shown.err
