@@ -94,7 +94,10 @@ class BuildOptions:
         help="with --on_error skip: fail where more than this share of the documents is malformed, once that is sure",
     )
 
-    num_workers: int | None = option(None, help="processes; default one for each CPU. Changes no byte of the result")
+    num_workers: int | None = option(
+        None,
+        help="processes; default one for each CPU, of the cluster with --executor ray. Changes no byte of the result",
+    )
     batch_size: int = option(
         1024, help="most documents given to the tokenizer at once (1,024 are read at a time)", unit="documents"
     )
@@ -106,7 +109,11 @@ class BuildOptions:
         "Hugging Face's tokenizers, the reference (a worker needs 120 bytes of memory for each byte of the largest "
         "document)",
     )
-    executor: str = option("local", choices=("local", "ray"), help="where tasks run; ray is not available yet")
+    executor: str = option(
+        "local",
+        choices=("local", "ray"),
+        help="where tasks run: processes of this machine, or a Ray cluster (RAY_ADDRESS)",
+    )
     task_range: TaskRange | None = option(
         None,
         help="run only the i-th of n shares of the tasks, counted from 0: for array jobs, each with all "
@@ -168,7 +175,6 @@ class BuildOptions:
                 "flame-mix create --source a=corpora/a:0.7 --source b=corpora/b:0.3 --output mix.json",
             )
         absent = {
-            "executor": (self.executor == "ray", "Use --executor local"),
             "dedup": (self.dedup, "Drop copies before building"),
             "where": (self.where is not None, "Filter the files before building"),
         }

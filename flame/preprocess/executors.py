@@ -9,6 +9,7 @@ from typing import Protocol
 
 from flame.preprocess.local import LocalExecutor
 from flame.preprocess.plan import Task
+from flame.preprocess.ray_cluster import RayExecutor
 from flame.preprocess.task import Progress
 from flame.preprocess.workers import Loaded, Request, Settings
 
@@ -40,4 +41,4 @@ class Executor(Protocol):
     ) -> None: ...
 
 
-EXECUTORS: dict[str, Callable[[Request, int | None], Executor]] = {"local": LocalExecutor}
+EXECUTORS: dict[str, Callable[[Request, int | None], Executor]] = {"local": LocalExecutor, "ray": RayExecutor}

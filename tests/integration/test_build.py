@@ -387,7 +387,6 @@ def test_a_kill_while_sealing_leaves_what_sealing_again_completes(
     ("options", "message"),
     [
         ({"data_probs": "0.5,0.5"}, "flame-mix"),
-        ({"executor": "ray"}, "not available yet"),
         ({"dedup": True}, "--dedup is not available yet"),
         ({"where": "score > 3"}, "not available yet"),
         ({"val_fraction": 1.0}, "val_fraction"),
