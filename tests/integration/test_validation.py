@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
+from flame.sampling.sampler import num_windows
 from flame.shards.reader import Corpus
 from flame.train import loop
 from flame.train.__main__ import main
@@ -52,6 +53,10 @@ def test_several_sets_are_the_same_to_the_last_bit_at_any_world_size_and_batch(f
     assert set(one) == {f"validation/{name}/{score}" for name in ("held", "books") for score in ("loss", "ppl", "bpb")}
     assert scores(tmp_path / "batch") == one and scores(tmp_path / "two") == one
     assert one["validation/held/bpb"] != one["validation/books/bpb"]
+    # rows of several windows, the last one not full: other sums in fp32, of the same labels and bytes
+    assert num_windows(Corpus.open(folder / "web").split("val").num_tokens, 128) % 4
+    assert main(arguments(folder, tmp_path / "rows", **chosen, training__batch_size=1, training__seq_len=512)) == 0
+    assert scores(tmp_path / "rows") == pytest.approx(one, rel=1e-6)
 
 
 @pytest.mark.parametrize("varlen", [True, False])
