@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 from flame.errors import MixtureError
 from flame.sampling.interleave import TABLE_SLOTS
@@ -65,21 +66,38 @@ def plan_stages(
     return plans
 
 
+@dataclass(frozen=True, kw_only=True)
+class Repeated:
+    """A source that a run repeats more often than its `max_epochs`."""
+
+    name: str
+    epochs: float
+    max_epochs: float
+
+
 def check_epochs(mixture: Mixture, num_tokens: int) -> None:
-    """Raise `MixtureError` if a run of `num_tokens` repeats a source beyond its `max_epochs`."""
+    """Raise `MixtureError` if a run of `num_tokens` repeats a source beyond its `max_epochs`, by shares of tokens.
+
+    `flame-train` counts windows instead (`position.check_windows_drawn`), once it knows how long they are.
+    """
     over = [
-        row
+        Repeated(name=row.name, epochs=row.epochs, max_epochs=row.max_epochs)
         for row in plan_stages(mixture, [None] * len(mixture.sources), num_tokens)[-1]
         if row.max_epochs is not None and row.epochs is not None and row.epochs > row.max_epochs
     ]
-    if not over:
-        return
-    least = min(over, key=lambda row: longest_run(mixture, row.name))
+    if over:
+        refuse_repeats(over, num_tokens, most_tokens=min(longest_run(mixture, source.name) for source in over))
+
+
+def refuse_repeats(over: Sequence[Repeated], num_tokens: int, *, most_tokens: int) -> NoReturn:
+    """Raise the `MixtureError` for sources that a run of `num_tokens` repeats beyond their caps."""
     raise MixtureError(
         "the run would repeat " + ("a source" if len(over) == 1 else "sources") + " beyond max_epochs",
-        got="; ".join(f"{row.name!r}: {row.epochs:.3f} epochs of at most {row.max_epochs:g}" for row in over)
+        got="; ".join(
+            f"{source.name!r}: {source.epochs:.3f} epochs of at most {source.max_epochs:g}" for source in over
+        )
         + f"; for {num_tokens:,} tokens",
-        expected=f"at most {longest_run(mixture, least.name):,} tokens with these weights and caps",
+        expected=f"at most {most_tokens:,} tokens with these weights and caps",
         fix="Train on fewer tokens, lower the weight, add data, or raise --max_epochs",
     )
 

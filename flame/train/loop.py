@@ -38,7 +38,7 @@ from flame.train.metrics import IntervalClock, MetricsFile, StepMetrics, console
 from flame.train.model import CausalLMLoss
 from flame.train.optimizer import apply_hyperparameters, clip_and_scale
 from flame.train.parallelize import reshard
-from flame.train.run import write_status
+from flame.train.run import State, write_status
 from flame.train.schedule import lr_factor
 from flame.train.setup import Run, prepare
 from flame.train.signals import EXIT_PREEMPTED, StopRequest
@@ -118,7 +118,7 @@ def run_steps(run: Run, stop: StopRequest, began: float, log_elsewhere: Callable
 
     with (
         _garbage_by_hand(),
-        _failure_told(folder, world, lambda: (state.step, saver.latest)),
+        _failure_told(run, lambda: (state, saver.latest)),
         contextlib.closing(loader),
         contextlib.closing(saver),
     ):
@@ -237,7 +237,7 @@ def _make_saver(run: Run) -> CheckpointSaver:
     def published(state: TrainState, path: Path) -> None:
         if run.world.is_main:
             retain_latest(folder, options.keep_latest_k)
-            write_status(run.config.job.dump_folder, "running", step=state.step, checkpoint=path)
+            _tell(run, "running", state, path)
 
     return CheckpointSaver(
         folder,
@@ -272,7 +272,7 @@ def save_seed(run: Run) -> int:
         world=run.world,
     )
     if run.world.is_main:
-        write_status(run.config.job.dump_folder, "finished", step=0, checkpoint=path)
+        _tell(run, "finished", TrainState(), path)
     log.info("saved the seed checkpoint %s; the same command without create_seed_checkpoint trains from it", path)
     return 0
 
@@ -364,16 +364,23 @@ def _garbage_by_hand() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _failure_told(folder: Path, world: World, where: Callable[[], tuple[int, Path | None]]) -> Iterator[None]:
+def _failure_told(run: Run, where: Callable[[], tuple[TrainState, Path | None]]) -> Iterator[None]:
     """Write status.json when the block fails, whoever asks next why the run is gone."""
     try:
         yield
     except BaseException as error:
-        if world.is_main:
-            step, checkpoint = where()
-            reason = str(error) or type(error).__name__
-            write_status(folder, "failed", step=step, checkpoint=checkpoint, reason=reason)
+        if run.world.is_main:
+            state, checkpoint = where()
+            _tell(run, "failed", state, checkpoint, str(error) or type(error).__name__)
         raise
+
+
+def _tell(
+    run: Run, status: State, state: TrainState, checkpoint: Path | None = None, reason: str | None = None
+) -> None:
+    """Write status.json: where the run stands, in steps and in its data (rank 0)."""
+    folder, data = run.config.job.dump_folder, run.position_at(state).to_json()
+    write_status(folder, status, step=state.step, checkpoint=checkpoint, reason=reason, data=data)
 
 
 def _end_early(run: Run, stop: StopRequest, state: TrainState, latest: Path | None) -> int:
@@ -385,10 +392,10 @@ def _end_early(run: Run, stop: StopRequest, state: TrainState, latest: Path | No
             fix="checkpoint.enable_checkpoint is off; leave it on to go on from where a run was stopped",
         )
         if run.world.is_main:
-            write_status(run.config.job.dump_folder, "failed", step=state.step, reason=str(error))
+            _tell(run, "failed", state, reason=str(error))
         raise error
     if run.world.is_main:
-        write_status(run.config.job.dump_folder, "preempted", step=state.step, checkpoint=latest, reason=reason)
+        _tell(run, "preempted", state, latest, reason)
     log.info("stopped by %s after step %d; the same command goes on from there", reason, state.step)
     return EXIT_PREEMPTED
 
@@ -404,9 +411,9 @@ def _finish(run: Run, state: TrainState, latest: Path | None) -> None:
 
                 export_checkpoint(latest, folder / "hf", dtype=checkpoint.export_dtype, fast_open=True, replace=True)
                 log.info("exported %s", folder / "hf")
-            write_status(folder, "finished", step=state.step, checkpoint=latest)
+            _tell(run, "finished", state, latest)
         except Exception as caught:
-            write_status(folder, "failed", step=state.step, checkpoint=latest, reason=f"the export failed: {caught}")
+            _tell(run, "failed", state, latest, f"the export failed: {caught}")
             error = caught
     raise_together(error, run.world, "the final export")
     log.info("finished: %d steps, %s tokens", state.step, f"{state.consumed_tokens:,}")

@@ -166,16 +166,23 @@ def _new_id() -> str:
 
 
 def write_status(
-    run: Path, state: State, *, step: int, checkpoint: Path | None = None, reason: str | None = None
+    run: Path,
+    state: State,
+    *,
+    step: int,
+    checkpoint: Path | None = None,
+    reason: str | None = None,
+    data: Mapping[str, Any] | None = None,
 ) -> None:
     """Say where the run stands, atomically.
 
-    `checkpoint` is the latest complete one, told relative to the run folder. A failure to write is logged, never
-    raised: it must neither stop a run nor hide why one failed.
+    `checkpoint` is the latest complete one, told relative to the run folder; `data` is where it stands in its data.
+    A failure to write is logged, never raised: it must neither stop a run nor hide why one failed.
     """
     name = None if checkpoint is None else _relative(checkpoint, run)
+    status = {"state": state, "step": step, "checkpoint": name, "reason": reason, "time": _now()}
     try:
-        write_json(run / STATUS, {"state": state, "step": step, "checkpoint": name, "reason": reason, "time": _now()})
+        write_json(run / STATUS, status if data is None else {**status, "data": data})
     except (OSError, FlameError) as error:
         log.warning("status.json could not be written: %s", error)
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 from torch.optim import Optimizer
 
-from flame.errors import TrainingError
 from flame.sampling.history import Segment, mixture_name
 from flame.sampling.mixture import Mixture, read_mixture
+from flame.sampling.position import DataPosition, check_windows_drawn, data_position
 from flame.sampling.sampler import BatchGeometry, Sampler, default_window_len
 from flame.train.checkpoint import DataSegment, TrainState, agree_on_checkpoint, load_checkpoint
 from flame.train.checkpoint_files import Choice, abandon_later
@@ -71,6 +71,15 @@ class Run:
     def warmup_steps(self) -> int:
         return self.config.warmup_steps(self.geometry.tokens_per_step)
 
+    def position_at(self, state: TrainState) -> DataPosition:
+        """Return where `state` stands in the data, and what the run draws from there on."""
+        return data_position(
+            self.sampler,
+            consumed_samples=state.consumed_samples,
+            last_sample=_last_sample(self.config, self.geometry, state),
+            data_segment=self.identity.data_segment,
+        )
+
 
 def prepare(config: TrainConfig, world: World, argv: Sequence[str]) -> Run:
     """Open, build, load and check all that a run needs; every rank calls it. Raises before anything is trained."""
@@ -107,9 +116,15 @@ def prepare(config: TrainConfig, world: World, argv: Sequence[str]) -> Run:
     elif initial is not None:
         load_initial_weights(initial, module.model, world)
     state = _in_segment(state, identity)
-    total_steps = config.total_steps(geometry.tokens_per_step)
-    _check_epochs(data.mixture, sampler, state, total_steps, geometry)
-    log.info("data position: %s", _data_position(data.mixture, sampler, state.consumed_samples))
+    last_sample = _last_sample(config, geometry, state)
+    check_windows_drawn(sampler, last_sample)
+    position = data_position(
+        sampler,
+        consumed_samples=state.consumed_samples,
+        last_sample=last_sample,
+        data_segment=identity.data_segment,
+    )
+    log.info("data position: %s", position)
     flops = model_flops(module.model, module.model.config)
     if flops is None:
         log.info("no formula for the operations of this kind of model: mfu is not logged")
@@ -128,7 +143,7 @@ def prepare(config: TrainConfig, world: World, argv: Sequence[str]) -> Run:
         hf_files=hf_files,
         state=state,
         latest=None if choice is None else choice.path,
-        segment=_open_run_folder(config, world, choice, state, geometry, data.mixture, identity, argv),
+        segment=_open_run_folder(config, world, choice, state, geometry, data.mixture, identity, position, argv),
     )
 
 
@@ -172,6 +187,12 @@ def batch_geometry(config: TrainConfig, dp_size: int, choice: Choice | None) -> 
     )
 
 
+def _last_sample(config: TrainConfig, geometry: BatchGeometry, state: TrainState) -> int:
+    """Return the sample that the run's last step ends before, if it goes on from `state` as it is configured now."""
+    steps = max(config.total_steps(geometry.tokens_per_step) - state.step, 0)
+    return state.consumed_samples + steps * geometry.samples_per_step
+
+
 def _in_segment(state: TrainState, identity: DataIdentity) -> TrainState:
     """Return where the run stands in its data segment: at the first sample of one that begins here."""
     if state.data_segments and state.data_segments[-1].number == identity.data_segment:
@@ -204,6 +225,7 @@ def _open_run_folder(
     geometry: BatchGeometry,
     mixture: Mixture,
     identity: DataIdentity,
+    position: DataPosition,
     argv: Sequence[str],
 ) -> SegmentEntry:
     """Write down this start in the run folder (rank 0), and put away what it takes back."""
@@ -239,34 +261,10 @@ def _open_run_folder(
                 ),
                 argv,
             )
-            write_status(folder, "running", step=state.step, checkpoint=None if choice is None else choice.path)
+            latest = None if choice is None else choice.path
+            write_status(folder, "running", step=state.step, checkpoint=latest, data=position.to_json())
     except Exception as caught:
         error = caught
     raise_together(error, world, "opening the run folder")
     shared: SegmentEntry = broadcast_from_main(entry, world)
     return shared
-
-
-def _check_epochs(
-    mixture: Mixture, sampler: Sampler, state: TrainState, total_steps: int, geometry: BatchGeometry
-) -> None:
-    """Raise `TrainingError` if the rest of the run draws a source more often than its max_epochs allows."""
-    last = state.consumed_samples + max(total_steps - state.step, 0) * geometry.samples_per_step
-    for source, drawn, windows in zip(mixture.sources, sampler.counts(last), sampler.num_windows, strict=True):
-        if source.max_epochs is not None and windows and drawn > source.max_epochs * windows:
-            raise TrainingError(
-                f"the run would draw source {source.name!r} more often than its mixture allows",
-                got=f"{drawn / windows:.2f} epochs by step {total_steps}",
-                expected=f"at most {source.max_epochs:g} (max_epochs)",
-                fix="Train fewer steps, or make a mixture with a smaller weight or a larger max_epochs",
-            )
-
-
-def _data_position(mixture: Mixture, sampler: Sampler, consumed_samples: int) -> str:
-    """Return where each source stands, in words."""
-    counts = sampler.counts(consumed_samples)
-    parts = [
-        f"{source.name} {drawn / windows:.3f} epochs" if windows else f"{source.name} not drawn"
-        for source, drawn, windows in zip(mixture.sources, counts, sampler.num_windows, strict=True)
-    ]
-    return f"{consumed_samples:,} samples; " + ", ".join(parts)

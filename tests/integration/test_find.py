@@ -25,7 +25,8 @@ def run(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Path) -> Path:
     other = shape | {"training__batch_size": 3, "training__gradient_accumulation_steps": 2}
     run_training(arguments(folder, run, **other, training__steps=11, checkpoint__load_step=5))
     change = {"training__data_probs": "0.5,0.5", "checkpoint__allow_data_change": "true"}
-    run_training(arguments(folder, run, **other, **change, training__steps=14))
+    last = run_training(arguments(folder, run, **other, **change, training__steps=14))
+    (folder / "last.log").write_text(last.stderr)
     return run
 
 
@@ -79,6 +80,19 @@ def test_trace_takes_stretches_of_steps_and_ranks(run: Path, capsys: pytest.Capt
         assert flame_mix(["trace", "--run", str(run), *words, "--json"]) == code
         shown = capsys.readouterr()
         assert told in shown.err and shown.out == ""
+
+
+def test_the_position_in_the_data_is_logged_and_kept(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = json.loads((run / "status.json").read_text())["data"]
+    scanned = printed(capsys, "trace", "--run", run, "--step", "12:")
+    taken = {name: {one["k"] for one in scanned if one["source"] == name} for name in ("web", "code")}
+    assert {name: source["consumed_samples"] for name, source in data["sources"].items()} == {
+        name: len(ks) for name, ks in taken.items()
+    }
+    assert (data["data_segment"], data["consumed_samples"]) == (1, 3 * 24)
+    assert (data["consumed_tokens"], data["remaining_tokens"]) == (3 * 24 * 64, 0)
+    told = [line for line in (run.parent / "last.log").read_text().splitlines() if "data position: " in line]
+    assert len(told) == 1 and "data segment 1, 0 samples (0 tokens) consumed, 4,608 tokens to come; web" in told[0]
 
 
 def test_people_get_a_table(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
