@@ -23,7 +23,7 @@ WHOLE_FORMATS = ("csv", "tsv")  # no place within is known to begin a row
 STREAM_FORMATS = LINE_FORMATS + WHOLE_FORMATS  # the others are read by groups of rows: row groups, record batches
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class InputFile:
     """A file as it was when the build was planned.
 
@@ -60,7 +60,7 @@ class InputFile:
         return self.size_bytes * (1 if self.compression is None else COMPRESSION_RATIO)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Piece:
     """A readable stretch of one file.
 
@@ -81,7 +81,7 @@ class Piece:
     etag: str | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
     """What one worker does at a time: its pieces in order, its own shards, one receipt."""
 
