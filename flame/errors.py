@@ -7,6 +7,7 @@
     ├── CorpusError           a corpus is absent, damaged or another one           exit 1
     ├── MixtureError          a mixture cannot be drawn as asked                   exit 1
     ├── CheckpointError       a checkpoint is absent, damaged or of another run    exit 1
+    ├── DiskFullError         there is no room for what is to be written           exit 1
     └── TrainingError         the run cannot go on                                 exit 1
 
 `raise` one of these for what a user can mend; `assert` is for our own mistakes.
@@ -76,6 +77,10 @@ class MixtureError(FlameError):
 
 class CheckpointError(FlameError):
     """A checkpoint is absent, damaged, or belongs to another run."""
+
+
+class DiskFullError(FlameError):
+    """No space is left: names the path, and the bytes that are needed as far as they are known."""
 
 
 class TrainingError(FlameError):

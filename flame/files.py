@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from flame.errors import FlameError
+from flame.errors import DiskFullError, FlameError
 
 TEMPORARY_SUFFIX = ".tmp"
 
@@ -120,11 +120,11 @@ def named_disk_errors(path: Path, needed_bytes: int | None = None) -> Iterator[N
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
-        raise FlameError(
+        raise DiskFullError(
             "no space left on the device",
             where=path,
-            got=f"{free_bytes(path)} bytes free",
-            expected=None if needed_bytes is None else f"at least {needed_bytes} bytes for this write",
+            got=f"{free_bytes(path):,} bytes free",
+            expected=None if needed_bytes is None else f"at least {needed_bytes:,} bytes for this write",
             fix="Free space or choose another disk, then run the same command again: what is complete is kept",
         ) from error
 
