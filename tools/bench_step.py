@@ -21,6 +21,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+from tokenizers import Tokenizer, models
 
 PROJECT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(PROJECT))
@@ -39,6 +40,7 @@ def main() -> None:
     parser.add_argument("--context_len", type=int, default=4096)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--modes", default="eager,compiled")
+    parser.add_argument("--options", default="", help="more options of flame-train, as one text")
     parser.add_argument("--json", action="store_true", help="one object a row")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
@@ -66,8 +68,13 @@ def make_corpus(folder: Path, *, num_tokens: int) -> Path:
     tokens[np.cumsum(lengths) - 1] = 0
     writer = SplitWriter(folder, "train", task=0, shard_tokens=1 << 28, docs_schema=None)
     writer.append(tokens, lengths, num_bytes=lengths * 4)
+    # A run keeps its tokenizer for export: here one whose words are numbers.
+    words = Tokenizer(models.WordLevel({str(number): number for number in range(VOCABULARY)}, unk_token="0"))
+    content = words.to_str().encode()
+    (folder / "tokenizer").mkdir()
+    (folder / "tokenizer" / "tokenizer.json").write_bytes(content)
     policies = {"bos_id": None, "eos_id": 0, "bos": "never", "special_text": "plain"}
-    tokenizer = TokenizerInfo(fingerprint=tokenizer_fingerprint(b"{}", **policies), vocab_size=VOCABULARY, **policies)
+    tokenizer = TokenizerInfo(fingerprint=tokenizer_fingerprint(content, **policies), vocab_size=VOCABULARY, **policies)
     write_manifest(folder, Manifest(tokenizer=tokenizer, splits={"train": SplitInfo.of(tuple(writer.finish()))}))
     return folder
 
@@ -88,7 +95,8 @@ def measure(options: argparse.Namespace, corpus: Path, run: Path, mode: str) -> 
         "metrics.log_freq": 1,
         "checkpoint.enable_checkpoint": "false",
     }
-    command = [sys.executable, "-m", "flame.train", *(f"--{name}={value}" for name, value in argv.items())]
+    words = [*(f"--{name}={value}" for name, value in argv.items()), *options.options.split()]
+    command = [sys.executable, "-m", "flame.train", *words]
     environment = {**os.environ, "PYTHONPATH": f"{PROJECT}:{os.environ.get('PYTHONPATH', '')}", "HF_HUB_OFFLINE": "1"}
     began = time.monotonic()
     result = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True)

@@ -1,7 +1,7 @@
 """Saving a run's checkpoints one at a time: while training waits, or beside it.
 
-Beside it: the tensors are copied to host memory ("staged"), and a thread writes the copy with collectives of its own,
-while training goes on. A checkpoint is published in the same way, and just as whole, either way.
+Beside it: the tensors are copied to host memory, and a thread writes the copies with collectives of its own, while
+training goes on. A checkpoint is published in the same way, and just as whole, either way.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.tensor import DTensor
 
 from flame.train.checkpoint import TrainState, write_checkpoint
 from flame.train.checkpoint_files import step_folder
@@ -39,6 +39,46 @@ class _Save:
     outcome: Future[None]
     began: float
     stalled_seconds: float
+
+
+class HostCopies:
+    """Copies of tensors in host memory, one a key, made anew into the same memory at each call of `copy`.
+
+    With `pinned` they are made on a stream of their own: `copy` returns at once, `wait_on_device` has the device wait
+    for them before what it is given next, and `wait` has the caller wait.
+    """
+
+    def __init__(self, *, pinned: bool) -> None:
+        self._buffers: dict[str, Tensor] = {}
+        self._stream = torch.cuda.Stream() if pinned else None
+        self._done: torch.cuda.Event | None = None
+
+    def copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the copies; of a DTensor its own part, as the same part of a DTensor."""
+        if self._stream is None:
+            return {key: self._copied(key, tensor) for key, tensor in tensors.items()}
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            copies = {key: self._copied(key, tensor) for key, tensor in tensors.items()}
+            self._done = self._stream.record_event()
+        return copies
+
+    def _copied(self, key: str, tensor: Tensor) -> Tensor:
+        own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        buffer = self._buffers.get(key)
+        if buffer is None or buffer.shape != own.shape or buffer.dtype != own.dtype:
+            buffer = torch.empty(own.shape, dtype=own.dtype, pin_memory=self._stream is not None)
+            self._buffers[key] = buffer
+        buffer.copy_(own, non_blocking=self._stream is not None)
+        return DTensor(buffer, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else buffer
+
+    def wait_on_device(self) -> None:
+        if self._done is not None:
+            torch.cuda.current_stream().wait_event(self._done)
+
+    def wait(self) -> None:
+        if self._done is not None:
+            self._done.synchronize()
 
 
 class CheckpointSaver:
@@ -67,18 +107,9 @@ class CheckpointSaver:
         self._tensors_of, self._published = tensors_of, published
         self._of_every_checkpoint = of_every_checkpoint
         self._running: _Save | None = None
-        self._staged: Future[Any] | None = None
-        self._stager: DefaultStager | None = None
+        self._copies: HostCopies | None = None
         if mode != DISABLED:
-            on_gpu = world.device.type == "cuda"
-            self._stager = DefaultStager(
-                StagingOptions(
-                    use_pinned_memory=on_gpu and mode == PINNED,
-                    use_shared_memory=False,
-                    use_async_staging=on_gpu and mode == PINNED,
-                    use_non_blocking_copy=on_gpu and mode == PINNED,
-                )
-            )
+            self._copies = HostCopies(pinned=mode == PINNED and world.device.type == "cuda")
             # Of its own: the training thread's collectives must not meet those of the thread that writes.
             timeout = timedelta(seconds=shutdown_timeout_seconds)
             self._beside = replace(world, patient_group=dist.new_group(backend="gloo", timeout=timeout))
@@ -91,45 +122,42 @@ class CheckpointSaver:
         self.wait()
         began = time.monotonic()
         tensors = self._tensors_of(state)
-        if self._stager is None or wait:
+        if self._copies is None or wait:
             path = write_checkpoint(
                 self._folder, tensors=tensors, state=state, world=self._world, **self._of_every_checkpoint
             )
             log.info("saved %s in %.1f s", path, time.monotonic() - began)
             self._publish(state, path)
             return
-        if self._world.device.type == "cuda":
-            torch.cuda.current_stream().synchronize()  # the copies are made on another stream
-        staged = self._stager.stage(dict(tensors))
-        self._staged = staged if isinstance(staged, Future) else None
-        self._start(state, staged, began)
-
-    def _start(self, state: TrainState, staged: Future[Any] | Mapping[str, Tensor], began: float) -> None:
+        copies = self._copies
+        copied = copies.copy(tensors)
         outcome: Future[None] = Future()
-        path = step_folder(self._folder, state.step)
 
         def work() -> None:
             try:
-                tensors = staged.result() if isinstance(staged, Future) else staged
+                copies.wait()
                 write_checkpoint(
-                    self._folder, tensors=tensors, state=state, world=self._beside, **self._of_every_checkpoint
+                    self._folder, tensors=copied, state=state, world=self._beside, **self._of_every_checkpoint
                 )
                 outcome.set_result(None)
             except BaseException as error:
                 outcome.set_exception(error)
 
         thread = threading.Thread(target=work, name="flame-save", daemon=True)
-        stalled = time.monotonic() - began
         self._running = _Save(
-            state=state, path=path, thread=thread, outcome=outcome, began=began, stalled_seconds=stalled
+            state=state,
+            path=step_folder(self._folder, state.step),
+            thread=thread,
+            outcome=outcome,
+            began=began,
+            stalled_seconds=time.monotonic() - began,
         )
         thread.start()
 
     def before_update(self) -> None:
-        """Wait until what is being saved is copied: the next update would change it."""
-        if self._staged is not None:
-            self._staged.result()
-            self._staged = None
+        """Have the next update wait for the copies of what it changes."""
+        if self._copies is not None:
+            self._copies.wait_on_device()
 
     def poll(self) -> None:
         """Publish what has been finished since the last call, without waiting."""
@@ -165,5 +193,3 @@ class CheckpointSaver:
         """Let go of what is held, also after a failure: then a running save gets a little time to end."""
         if self._running is not None:
             self._running.thread.join(_PATIENCE_AFTER_FAILURE_SECONDS)
-        if self._stager is not None and self._running is None:
-            self._stager.close()
