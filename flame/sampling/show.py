@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,9 +13,11 @@ from flame.config import option, parse_count
 from flame.errors import FlameError, UsageError
 from flame.sampling.mixture import Mixture, Source, read_mixture
 from flame.sampling.plan import SourcePlan, plan_stages
+from flame.sampling.stages import stage_tables
 from flame.shards.reader import Corpus
 
 COLUMNS = ("source", "tokens available", "proportion", "of documents", "tokens drawn", "epochs", "max epochs")
+SUMMARY = ("source", "tokens available", "tokens drawn", "epochs", "max epochs")  # of several stages
 
 
 def parse_override(text: str) -> tuple[str, Path]:
@@ -47,13 +51,39 @@ class ShowOptions(MixtureOptions):
     """The options of `flame-mix show`."""
 
     tokens: int | None = option(None, help="length of a run to plan for", unit="tokens", parse=parse_count)
+    plot: Path | None = option(
+        None,
+        help="with --tokens, draw what each source is drawn of over the run into this .png, .svg or .pdf too",
+        metavar="FILE.png",
+    )
     json: bool = option(False, help="print one JSON object: the manifest, and the plan of each stage")
+
+    def __post_init__(self) -> None:
+        if self.plot is None:
+            return
+        if self.plot.suffix not in (".png", ".svg", ".pdf"):
+            raise UsageError("--plot draws .png, .svg or .pdf", got=self.plot)
+        if not self.plot.absolute().parent.is_dir():
+            raise UsageError("the folder of --plot does not exist", got=self.plot)
+        if not self.tokens:
+            raise UsageError(
+                "--plot draws a run from its beginning to its end", fix="Say how long it is: --tokens 100B"
+            )
+        if importlib.util.find_spec("matplotlib") is None:
+            raise UsageError(
+                "--plot needs matplotlib, which is not installed", fix='pip install "flame[plot]", or leave it away'
+            )
 
 
 def show(options: ShowOptions) -> int:
     """Print the mixture. Corpora that are away are told as unknown: their manifests are all that is opened."""
     mixture = options.read()
     documents = [_num_documents(source) for source in mixture.sources]
+    if options.plot is not None:
+        from flame.sampling.mixture_plot import plot
+
+        assert options.tokens is not None, "checked when the options were made"
+        plot(options.plot, mixture, options.tokens, title=str(options.mixture))
     if options.json:
         plans = [[asdict(row) for row in plan] for plan in plan_stages(mixture, documents, options.tokens)]
         value = {"fingerprint": mixture.fingerprint, **mixture.to_json(), "tokens": options.tokens, "plan": plans}
@@ -64,14 +94,25 @@ def show(options: ShowOptions) -> int:
 
 
 def mixture_table(mixture: Mixture, documents: Sequence[int | None], num_tokens: int | None) -> Iterator[str]:
-    """Yield the lines of a mixture's table: one a stage, a row a source."""
+    """Yield the lines of a mixture's table: a row a source, and where it has several stages, a column a stage."""
     run = "" if num_tokens is None else f", {num_tokens:,} tokens"
     yield f"mixture {mixture.fingerprint}, data seed {mixture.data_seed}{run}"
-    for stage, plan in zip(mixture.stages, plan_stages(mixture, documents, num_tokens), strict=True):
+    yield ""
+    plans = plan_stages(mixture, documents, num_tokens)
+    if len(plans) == 1:
+        yield from table([COLUMNS, *map(_cells, plans[0])])
+        return
+    yield from table([SUMMARY, *(_summary([plan[i] for plan in plans]) for i in range(len(mixture.sources)))])
+    for columns in stage_tables(mixture, plans, max(80, shutil.get_terminal_size().columns)):
         yield ""
-        if len(mixture.stages) > 1:
-            yield f"from token {stage.start_tokens:,} on"
-        yield from table([COLUMNS, *map(_cells, plan)])
+        yield from table(columns)
+
+
+def _summary(rows: Sequence[SourcePlan]) -> tuple[str, ...]:
+    """Return the cells of a source over all stages: its plans, one a stage."""
+    drawn = [row.tokens_drawn for row in rows]
+    name, available, *_, epochs, cap = _cells(rows[-1])
+    return name, available, "-" if None in drawn else f"{sum(tokens or 0 for tokens in drawn):,}", epochs, cap
 
 
 def _cells(row: SourcePlan) -> tuple[str, ...]:
