@@ -197,7 +197,9 @@ def test_a_full_disk_leaves_the_previous_checkpoint(tmp_path: Path, world: World
     with file_size_limit(limit_bytes), pytest.raises(FlameError, match="no space left on the device") as caught:
         save(tmp_path, model, optimizer, 2, world, hf_files={"tokenizer.json": bytes(200)})
     needed = re.search(r"at least ([\d,]+) bytes", str(caught.value))
-    assert needed and (int(needed[1].replace(",", "")) > weights_and_moments or limit_bytes == 100), "what this rank must write"
+    assert needed and (int(needed[1].replace(",", "")) > weights_and_moments or limit_bytes == 100), (
+        "what this rank must write"
+    )
     assert "step-2" in str(caught.value) and caught.value.exit_code == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-1"], "nothing half-written stays"
     choice = choose_checkpoint(tmp_path)
