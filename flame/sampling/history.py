@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import tomllib
@@ -251,16 +252,31 @@ def consumed_of_run(run: Path) -> tuple[int, int]:
     return step, samples * segment.window_len
 
 
+def _sources_of_others(run: Path, path: Path) -> set[str]:
+    """Return the names of the sources of every other mixture that the run folder keeps, as far as they can be read."""
+    names: set[str] = set()
+    for other in run.glob(mixture_name("*")):
+        if other != path:
+            with contextlib.suppress(FlameError):
+                names.update(source.name for source in read_mixture(other).sources)
+    return names
+
+
 def mixture_of_segment(run: Path, segment: Segment, overrides: Mapping[str, Path]) -> Mixture:
     """Return the mixture that a segment drew from, in the order of its data segment.
 
-    Raises `FlameError` where the manifest that the run folder keeps of it is lost or was edited.
+    `overrides` may name sources of the run's other mixtures too. Raises `FlameError` where the manifest that the run
+    folder keeps of it is lost or was edited.
     """
     path = run / mixture_name(segment.mixture_fingerprint)
     fix = "Restore it from a copy; a run that goes on with the same data writes it anew"
     if not path.is_file():
         raise FlameError("the run folder has lost the mixture that the step was drawn from", where=path, fix=fix)
-    mixture = read_mixture(path, overrides=overrides)
+    own = {source.name for source in read_mixture(path).sources}
+    others = _sources_of_others(run, path) if overrides.keys() - own else set()
+    mixture = read_mixture(
+        path, overrides={name: at for name, at in overrides.items() if name in own or name not in others}
+    )
     if mixture.fingerprint != segment.mixture_fingerprint:
         raise FlameError(
             "the run folder's mixture manifest was changed: the run drew from another",

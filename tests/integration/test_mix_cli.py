@@ -370,7 +370,7 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", "flame.cli.mix", *words], capture_output=True, text=True, check=False)
 
 
-@pytest.mark.parametrize("command", ["create", "show", "check", "samples", "trace"])
+@pytest.mark.parametrize("command", ["create", "show", "check", "samples", "trace", "find"])
 def test_help_names_every_option(command: str) -> None:
     shown = run(command, "-h")
     assert shown.returncode == 0 and shown.stderr == ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +132,28 @@ def test_a_corpus_that_moved_is_named(run: Path, capsys: pytest.CaptureFixture[s
     move_corpus(run)
     assert traced(run, 2, f"--source=web={run.parent / 'moved'}") == 0
     assert capsys.readouterr().out == before
+
+
+def test_corpora_of_several_data_segments_moved(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = run.parent
+    make_corpus(folder / "code", [[7] * 20] * 9, tokenizer=folder / "web" / "tokenizer")
+    other = mixture_of_corpora([folder / "code"], None, 42)
+    keep_mixture(run, other)
+    (first,) = read_segments(run)
+    changed = replace(first, step=2, consumed_samples=0, data_segment=1, mixture_fingerprint=other.fingerprint)
+    append_segment(run, changed, ["flame-train"])
+    assert main(["trace", "--run", str(run), "--step", "1:4", "--json"]) == 0
+    before = capsys.readouterr().out
+    move_corpus(run)
+    (folder / "code").rename(folder / "moved-code")
+    moved = [f"--source=web={folder / 'moved'}", f"--source=code={folder / 'moved-code'}"]
+    assert main(["trace", "--run", str(run), "--step", "1:4", "--json", *moved]) == 0
+    assert capsys.readouterr().out == before
+    write_status(run, "preempted", step=4)
+    assert main(["find", "--run", str(run), "--source_file", "train.jsonl", "--json", *moved]) == 0
+    assert {json.loads(line)["source"] for line in capsys.readouterr().out.splitlines()} == {"web", "code"}
+    assert traced(run, 1, *moved, "--source=cod=elsewhere") == 2
+    assert "no such source" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
