@@ -34,7 +34,7 @@ SHOWN_RANGES = 20
 _FREE = {
     *("dataset", "data_dir", "data_files", "dataset_name", "dataset_split", "dataset_revision"),
     *("tokenizer", "output", "num_workers", "batch_size", "engine", "executor", "task_range", "seal", "dry_run"),
-    *("on_error", "max_error_fraction"),
+    "on_error",
 }
 
 

@@ -20,7 +20,7 @@ from flame.errors import FlameError, UsageError
 from flame.files import file_lock
 from flame.preprocess.local import LocalExecutor, WorkerTracebackError
 from flame.preprocess.plan import Task
-from flame.preprocess.task import Progress
+from flame.preprocess.task import Progress, TaskSettings
 from flame.preprocess.workers import ENVIRONMENT, Failure, Loaded, Request, Settings, failure_of
 
 MOST_TRIES = 3
@@ -67,8 +67,7 @@ class RayExecutor:
     ) -> None:
         """Run every task; raises the first failure. One whose process dies is run again, `MOST_TRIES` times in all."""
         # A task outlives a builder that is killed, for a while: so it is claimed, whether or not others build as well.
-        claiming = dataclasses.replace(settings, claims=True)  # type: ignore[type-var]
-        told = self._ray.put(claiming)
+        told = self._ray.put(_claiming(settings))
         waiting = deque(tasks)
         tries: dict[int, int] = {}
         while waiting or self._running:
@@ -92,6 +91,12 @@ class RayExecutor:
                 continue
             for progress in _value(answer, list):
                 report(progress)
+
+
+def _claiming(settings: Settings) -> Settings:
+    if not isinstance(settings, TaskSettings):
+        return settings  # what is done twice at once then does no harm
+    return dataclasses.replace(settings, claims=True)
 
 
 def _connect() -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, cast
@@ -18,6 +19,10 @@ class FileState:
     size_bytes: int
     mtime_ns: int
     etag: str | None = None
+
+    def __str__(self) -> str:
+        written = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self.mtime_ns // 10**9))
+        return f"{self.size_bytes:,} bytes, " + (f"etag {self.etag}" if self.etag else f"written at {written}")
 
 
 def state_of(path: str) -> FileState:

@@ -181,14 +181,16 @@ def test_an_input_that_is_gone_or_another_than_planned_is_named(
 
     monkeypatch.setattr(build, "make_plan", planned)
     size = path.stat().st_size
+    os.utime(path, ns=(10**18, 10**18))
     with pytest.raises(InputError) as told:
         build_here(path, tmp_path / "out", tmp_path / "tok")
     assert (
         str(told.value)
         == {
             "gone": f"an input file is gone (in {path}). Put it back, then run the build again.",
-            "changed": f"an input file changed after the build was planned (in {path}; got {size} bytes; expected the "
-            f"{size} bytes that were planned, untouched). Put the old file back, or build into a new folder.",
+            "changed": f"an input file changed after the build was planned (in {path}; got {size:,} bytes, "
+            f"written at 1970-01-01T00:00:00Z; expected {size:,} bytes, written at "
+            f"2001-09-09T01:46:40Z, as it was planned). Put the old file back, or build into a new folder.",
         }[how]
     )
     assert not list(tmp_path.glob("out/**/*.tmp"))

@@ -54,8 +54,7 @@ def check_unchanged(piece: Piece) -> None:
         raise InputError(
             "an input file changed after the build was planned",
             where=piece.path,
-            got=f"{found.size_bytes} bytes" + (f", etag {found.etag}" if found.etag else ""),
-            expected=f"the {piece.size_bytes} bytes that were planned"
-            + (f", etag {piece.etag}" if piece.etag else ", untouched"),
+            got=found,
+            expected=f"{planned}, as it was planned",
             fix="Put the old file back, or build into a new folder",
         )
