@@ -87,10 +87,10 @@ def note_samples(patch: pytest.MonkeyPatch, path: Path) -> None:
 
     backward = loop._backward
 
-    def noted(module: Any, batch: Any) -> Any:
+    def noted(module: Any, batch: Any, *others: Any) -> Any:
         with open(path, "a") as file:
             file.write(json.dumps([batch.consumed_samples, batch.samples.tolist()]) + "\n")
-        return backward(module, batch)
+        return backward(module, batch, *others)
 
     patch.setattr(loop, "_backward", noted)
 
