@@ -17,10 +17,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
-from flame.train.checkpoint import TrainState, write_checkpoint
+from flame.train.checkpoint import TrainState, tensors_to_save, write_checkpoint
 from flame.train.checkpoint_files import step_folder
 from flame.train.distributed import World, raise_together
 from flame.train.log import log
@@ -84,10 +85,9 @@ class HostCopies:
 class CheckpointSaver:
     """Saves to `folder`; every rank makes one and calls its methods alike.
 
-    `mode` is a value of checkpoint.async_mode. `tensors_of(state)` are what to save; `of_every_checkpoint` are the
-    other arguments of `write_checkpoint`. `published(state, path)` is called in the training thread once a checkpoint
-    is whole; `latest` is the last one that is. Raises as `write_checkpoint` does, a save beside training at the next
-    call.
+    `mode` is a value of checkpoint.async_mode; `of_every_checkpoint` are the other arguments of `write_checkpoint`.
+    `published(state, path)` is called in the training thread once a checkpoint is whole; `latest` is the last one that
+    is. Raises as `write_checkpoint` does, a save beside training at the next call.
     """
 
     def __init__(
@@ -96,7 +96,8 @@ class CheckpointSaver:
         *,
         world: World,
         mode: str,
-        tensors_of: Callable[[TrainState], Mapping[str, Tensor]],
+        model: nn.Module,
+        optimizer: Optimizer,
         published: Callable[[TrainState, Path], None],
         latest: Path | None,
         shutdown_timeout_seconds: float,
@@ -104,7 +105,8 @@ class CheckpointSaver:
     ) -> None:
         self.latest = latest
         self._folder, self._world = folder, world
-        self._tensors_of, self._published = tensors_of, published
+        self._model, self._optimizer, self._published = model, optimizer, published
+        self._last_began = time.monotonic()
         self._of_every_checkpoint = of_every_checkpoint
         self._running: _Save | None = None
         self._copies: HostCopies | None = None
@@ -114,18 +116,22 @@ class CheckpointSaver:
             timeout = timedelta(seconds=shutdown_timeout_seconds)
             self._beside = replace(world, patient_group=dist.new_group(backend="gloo", timeout=timeout))
 
-    def save(self, state: TrainState, *, wait: bool = False) -> None:
+    @property
+    def seconds_since_save(self) -> float:
+        """How long ago the last save began, or this process."""
+        return time.monotonic() - self._last_began
+
+    def save(self, state: TrainState, *, wait: bool = False, weights_only: bool = False) -> None:
         """Begin the checkpoint of `state`, and with `wait`, or where nothing is saved beside training, finish it.
 
-        Waits for the one before it.
+        Waits for the one before it. With `weights_only` no run can be resumed from it.
         """
         self.wait()
-        began = time.monotonic()
-        tensors = self._tensors_of(state)
+        began = self._last_began = time.monotonic()
+        tensors = tensors_to_save(self._model, None if weights_only else self._optimizer, state)
+        rest = {**self._of_every_checkpoint, "has_optimizer": not weights_only}
         if self._copies is None or wait:
-            path = write_checkpoint(
-                self._folder, tensors=tensors, state=state, world=self._world, **self._of_every_checkpoint
-            )
+            path = write_checkpoint(self._folder, tensors=tensors, state=state, world=self._world, **rest)
             log.info("saved %s in %.1f s", path, time.monotonic() - began)
             self._publish(state, path)
             return
@@ -136,9 +142,7 @@ class CheckpointSaver:
         def work() -> None:
             try:
                 copies.wait()
-                write_checkpoint(
-                    self._folder, tensors=copied, state=state, world=self._beside, **self._of_every_checkpoint
-                )
+                write_checkpoint(self._folder, tensors=copied, state=state, world=self._beside, **rest)
                 outcome.set_result(None)
             except BaseException as error:
                 outcome.set_exception(error)

@@ -13,7 +13,6 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from flame.errors import TrainingError
 from flame.files import exclusive_lock
 from flame.sampling.history import METRICS
 from flame.train.activations import offloading
-from flame.train.checkpoint import TrainState, save_checkpoint, small_files, tensors_to_save
+from flame.train.checkpoint import TrainState, save_checkpoint, small_files
 from flame.train.checkpoint_files import retain_latest
 from flame.train.checkpoint_saver import CheckpointSaver
 from flame.train.config import TrainConfig, flatten, to_toml
@@ -106,6 +105,8 @@ def run_steps(run: Run, stop: StopRequest, began: float, log_elsewhere: Callable
         prefetch_steps=max(1, training.num_workers) * training.prefetch_factor,
     )
     saver = _make_saver(run)
+    in_seconds = config.checkpoint.interval_type == "seconds"
+    save_seconds = config.checkpoint.interval if in_seconds else math.inf
     offload = offloading(config.activation_offload.mode, world.device)
     parameters = list(run.module.parameters())
     metrics_file = MetricsFile(folder / METRICS if world.is_main else None)
@@ -129,8 +130,9 @@ def run_steps(run: Run, stop: StopRequest, began: float, log_elsewhere: Callable
             # ---- what all ranks agree on: the labels of the global batch, and whether to stop
             batch = next(loader)
             own_flops = 0 if run.flops is None else _count_flops(run.flops, batch)
-            num_labels, step_flops, stop_votes = sum_across_ranks(
-                [batch.num_labels, own_flops, int(stop.received is not None)]
+            save_is_due = world.is_main and saver.seconds_since_save >= save_seconds  # rank 0's clock counts
+            num_labels, step_flops, stop_votes, save_votes = sum_across_ranks(
+                [batch.num_labels, own_flops, int(stop.received is not None), int(save_is_due)]
             )
             if stop_votes:
                 stopped = True
@@ -177,7 +179,8 @@ def run_steps(run: Run, stop: StopRequest, began: float, log_elsewhere: Callable
                     fix="Lower optimizer.lr, lengthen the warm-up, or look at the data with flame-mix samples",
                 )
             # ---- now and then: validate, log, save
-            saves = config.checkpoint.enable_checkpoint and (last_step or step % config.checkpoint.interval == 0)
+            at_interval = save_votes > 0 if in_seconds else step % config.checkpoint.interval == 0
+            saves = config.checkpoint.enable_checkpoint and (last_step or at_interval)
             validates = bool(run.validation_sets) and (last_step or step % config.validation.freq == 0)
             logs = validates or last_step or step == first_step or step % config.metrics.log_freq == 0
             if (saves or logs) and not skipped:
@@ -216,7 +219,8 @@ def run_steps(run: Run, stop: StopRequest, began: float, log_elsewhere: Callable
                 log.info("first step done %.1f s after the start", time.monotonic() - began)
             if saves:
                 with clock.paused():
-                    saver.save(state, wait=last_step)
+                    weights_only = last_step and config.checkpoint.model_weights_only
+                    saver.save(state, wait=last_step, weights_only=weights_only)
             saver.poll()
             if step % training.gc_freq == 0:
                 gc.collect(1)
@@ -243,11 +247,11 @@ def _make_saver(run: Run) -> CheckpointSaver:
         folder,
         world=run.world,
         mode=options.async_mode,
-        tensors_of=partial(tensors_to_save, run.module.model, run.optimizer),
+        model=run.module.model,
+        optimizer=run.optimizer,
         published=published,
         latest=run.latest,
         shutdown_timeout_seconds=run.config.comm.shutdown_timeout_seconds,
-        has_optimizer=True,
         identity=run.identity,
         small_files=small_files(to_toml(run.config), run.hf_files),
     )

@@ -288,7 +288,7 @@ class CheckpointOptions:
     exclude_from_loading: tuple[str, ...] = option((), help="parts of a checkpoint not to load")
     model_weights_only: bool = option(
         False,
-        help="save weights only at the end",
+        help="at the last step save weights only: a third of the size, and the run can be made no longer",
         aliases=("checkpoint.last_save_model_weights_only",),
     )
     export_dtype: str = option(

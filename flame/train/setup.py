@@ -111,7 +111,9 @@ def prepare(config: TrainConfig, world: World, argv: Sequence[str]) -> Run:
     optimizer = build_optimizer(module.model, config.optimizer, world.device)
     state = TrainState()
     if choice is not None:
-        state = load_checkpoint(choice, model=module.model, optimizer=optimizer, world=world)
+        # A finished run needs no moments: its last checkpoint may hold weights only (checkpoint.model_weights_only).
+        finished = choice.step >= config.total_steps(geometry.tokens_per_step) and not choice.complete.has_optimizer
+        state = load_checkpoint(choice, model=module.model, optimizer=None if finished else optimizer, world=world)
         log.info("resumed from %s: step %d, %d samples consumed", choice.path, state.step, state.consumed_samples)
     elif initial is not None:
         load_initial_weights(initial, module.model, world)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import threading
 from pathlib import Path
 from typing import Any
@@ -128,3 +129,34 @@ def test_two_ranks_resume_from_what_was_saved_beside(folder: Path, tmp_path: Pat
     run_training(arguments(folder, tmp_path / "b", **options, checkpoint__load_step=2), ranks=2)
     assert losses_and_norms(tmp_path / "b") == losses_and_norms(tmp_path / "a")
     assert_same_checkpoints(tmp_path / "b", tmp_path / "a", range(2, 6, 2))
+
+
+def test_the_interval_may_be_seconds_of_rank_0(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A clock on which every look takes a second, however fast this machine is.
+    ticks = itertools.count()
+    monkeypatch.setattr(checkpoint_saver.time, "monotonic", lambda: float(next(ticks)))
+    seconds = OPTIONS | {"checkpoint__interval_type": "seconds"}
+    assert main(arguments(folder, tmp_path / "often", **seconds)) == 0
+    assert len(list((tmp_path / "often" / "checkpoint").iterdir())) == 5
+    assert main(arguments(folder, tmp_path / "seldom", **(seconds | {"checkpoint__interval": 10**6}))) == 0
+    assert [path.name for path in (tmp_path / "seldom" / "checkpoint").iterdir()] == ["step-5"]
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_the_last_save_may_hold_weights_only(
+    folder: Path, straight: Path, tmp_path: Path, mode: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    options = OPTIONS | {"checkpoint__model_weights_only": "true", "checkpoint__async_mode": mode}
+    assert main(arguments(folder, run, **options)) == 0
+    stored = StoredModel(run / "checkpoint" / "step-5", prefix="")
+    assert stored.tensors and not any(name.startswith("optimizer.") for name in stored.tensors)
+    last, before = (tensors_of(path / "checkpoint" / "step-5") for path in (run, straight))
+    assert all(torch.equal(last[name], before[name]) for name in last)
+    assert_same_checkpoints(run, straight, range(1, 5))
+    # The finished run stays finished; it is made no longer from there, but from the step before.
+    assert main(arguments(folder, run, **options)) == 0
+    longer = options | {"training__steps": 6}
+    assert main(arguments(folder, run, **longer)) == 1
+    assert "weights only" in capsys.readouterr().err
+    assert main(arguments(folder, run, **longer, checkpoint__load_step=4)) == 0
