@@ -6,21 +6,24 @@ import dataclasses
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from flame.errors import CorpusError
-from flame.files import exclusive_lock, file_lock, remove_tree, sha256_of_json
+from flame.errors import CorpusError, DiskFullError
+from flame.files import exclusive_lock, file_lock, named_disk_errors, remove_tree, sha256_of_json
 from flame.preprocess.array_job import missing_tasks, shared_plan
 from flame.preprocess.ceiling import ErrorCount, too_many_errors
 from flame.preprocess.config import BuildOptions
-from flame.preprocess.dry_run import take_sample, told
+from flame.preprocess.dedup_pass import find_copies
+from flame.preprocess.dry_run import BYTES_A_DOCUMENT, take_sample, told
 from flame.preprocess.engine_check import SMALL_INPUT_BYTES, require_installed
 from flame.preprocess.engine_screen import write_screen
 from flame.preprocess.engines import ENGINES
 from flame.preprocess.executors import EXECUTORS, Executor
 from flame.preprocess.folder import (
     CLAIMS,
+    COPIES,
     LOCK,
     PLAN_LOCK,
     SCREEN,
@@ -29,10 +32,11 @@ from flame.preprocess.folder import (
     check_folder,
     read_receipts,
     remove_strays,
+    shards_of,
 )
 from flame.preprocess.inputs import FoundFile, find_inputs
 from flame.preprocess.local import LocalExecutor
-from flame.preprocess.plan import plan_tasks
+from flame.preprocess.plan import Task, plan_tasks
 from flame.preprocess.plan_file import Plan, adopt, input_entry, no_workers, read_plan, say_finished
 from flame.preprocess.progress import BuildProgress, log
 from flame.preprocess.ranges import stretches
@@ -73,9 +77,11 @@ def build(options: BuildOptions) -> int:
     check_folder(options.output)
     if (options.output / MANIFEST).is_file():
         code = say_finished(options.output, make_plan(options, found, tokenizer))
-        if (options.output / VAL_PARTS).exists():  # a kill came between sealing and sweeping
+        left = [path for path in (options.output / VAL_PARTS, options.output / COPIES) if path.exists()]
+        if left:  # a kill came between sealing and sweeping
             with exclusive_lock(options.output / LOCK, what="this corpus"):
-                remove_tree(options.output / VAL_PARTS)
+                for path in left:
+                    remove_tree(path)
         return code
     request = LoadRequest(
         engine=options.engine,
@@ -97,8 +103,11 @@ def build(options: BuildOptions) -> int:
             adopt(options.output, plan)
             _write_tokenizer(options.output, tokenizer, loaded)
             settings = task_settings(options, plan, tokenizer)
+            if options.dedup is not None:
+                find_copies(plan, settings, options.executor, options.num_workers)
             num_tokens = _run_tasks(options, plan, settings, executor, loaded.engine)
             manifest = _seal(options, plan, tokenizer, loaded.engine)
+            remove_tree(options.output / COPIES)
     print(summary(options.output, manifest, num_tokens=num_tokens, seconds=time.monotonic() - started))
     return 0
 
@@ -113,7 +122,7 @@ def _say_what_it_would_be(
     ):
         plan = make_plan(options, found, tokenizer)
         loaded = executor.wait_until_loaded()
-        settings = dataclasses.replace(task_settings(options, plan, tokenizer), corpus=Path(folder))
+        settings = dataclasses.replace(task_settings(options, plan, tokenizer), corpus=Path(folder), dedup=False)
         sample = take_sample(plan, settings, executor)
         engine = f"{loaded.engine} {ENGINES[loaded.engine].version}"
         print(told(options.output, plan, sample, engine=engine, num_workers=options.worker_count))
@@ -184,7 +193,8 @@ def seal_shares(options: BuildOptions) -> int:
 def _write_tokenizer(corpus: Path, tokenizer: TokenizerSpec, loaded: Loaded) -> None:
     """Write the tokenizer's files and the engine's screen, where they are not there."""
     if not (corpus / TOKENIZER_FOLDER).is_dir():
-        copy_tokenizer(tokenizer, corpus / TOKENIZER_FOLDER)
+        with named_disk_errors(corpus, len(tokenizer.json)):
+            copy_tokenizer(tokenizer, corpus / TOKENIZER_FOLDER)
     if loaded.screen is not None and loaded.screen_key is not None:
         write_screen(corpus / SCREEN, loaded.screen, loaded.screen_key)
 
@@ -205,6 +215,7 @@ def make_plan(options: BuildOptions, found: Sequence[FoundFile], tokenizer: Toke
         limit_documents=options.limit_documents,
         limit_bytes=options.limit_bytes,
         on_error=options.on_error,
+        where=options.condition,
     )
     seed = options.seed if options.shuffled else None
     tasks = plan_tasks(files, shard_tokens=options.shard_tokens, shuffle_seed=seed)
@@ -224,6 +235,12 @@ def make_plan(options: BuildOptions, found: Sequence[FoundFile], tokenizer: Toke
             "val_fraction": options.val_fraction,
             "limit_documents": options.limit_documents,
             "limit_bytes": options.limit_bytes,
+            "where": columns.where.text if columns.where is not None else None,
+            "min_chars": options.min_chars,
+            "max_chars": options.max_chars,
+            "max_tokens_per_document": options.max_tokens_per_document,
+            "long_documents": options.long_documents if options.max_tokens_per_document is not None else None,
+            "dedup": options.dedup,
         },
         inputs=[input_entry(file) for file in files],
         on_error=options.on_error,
@@ -248,6 +265,11 @@ def task_settings(options: BuildOptions, plan: Plan, tokenizer: TokenizerSpec) -
         shard_tokens=options.shard_tokens,
         val_fraction=options.val_fraction,
         on_error=options.on_error,
+        min_chars=options.min_chars,
+        max_chars=options.max_chars,
+        max_tokens=options.max_tokens_per_document,
+        long_documents=options.long_documents,
+        dedup=options.dedup is not None,
     )
 
 
@@ -269,17 +291,38 @@ def _run_tasks(options: BuildOptions, plan: Plan, settings: TaskSettings, execut
             progress.add(news)
             count.documents += news.num_documents + news.num_refused
             count.errors += news.num_errors
-            if news.num_errors > 0:
+            if news.num_errors > 0 and options.task_range is None:  # a share tells nothing of the others
                 _check_errors(options, plan, count, progress.share_read)
 
-        if left:
-            executor.run(left, settings, lock=settings.corpus / WORKERS_LOCK, report=report, shared=settings.claims)
+        try:
+            if left:
+                executor.run(left, settings, lock=settings.corpus / WORKERS_LOCK, report=report, shared=settings.claims)
+        except DiskFullError as error:
+            done = read_receipts(settings.corpus, plan.digest)
+            raise _without_room(error, [task for task in left if task.index not in done], done) from error
         return progress.num_tokens
+
+
+def _without_room(error: DiskFullError, left: Sequence[Task], done: Mapping[int, Mapping[str, Any]]) -> DiskFullError:
+    """Return the error with the bytes that the tasks left will take: those of their text where none is done."""
+    shards = [shard for receipt in done.values() for _, shard in shards_of(receipt)]
+    text = sum(shard["num_bytes"] for shard in shards)
+    written = sum(4 * shard["num_tokens"] + BYTES_A_DOCUMENT * shard["num_documents"] for shard in shards)
+    needed = sum(task.num_bytes for task in left) * (written / text if text else 1.0)
+    return DiskFullError(
+        error.what,
+        where=error.where,
+        got=error.got,
+        expected=f"about {needed:,.0f} bytes for the {len(left):,} tasks that are left",
+        fix=error.fix,
+    )
 
 
 def _check_errors(options: BuildOptions, plan: Plan, count: ErrorCount, share_read: float = 1.0) -> None:
     """Raise `InputError` if more documents are malformed than may be, whatever is still to be read."""
     fraction = options.max_error_fraction
+    if fraction is None and plan.asked is not None:
+        fraction = plan.asked.get("max_error_fraction")  # what the shares of an array job were told
     if fraction is not None and count.exceeds(fraction, share_read=share_read):
         receipts = read_receipts(options.output, plan.digest).values()
         raise too_many_errors(options.output, count, fraction, receipts)

@@ -9,6 +9,7 @@ from pathlib import Path
 from flame.config import option, parse_count
 from flame.errors import UsageError
 from flame.preprocess.ranges import TaskRange, parse_range
+from flame.preprocess.where import Where, parse_where
 
 DEFAULT_SHARD_TOKENS = 2**28
 DEFAULT_BLOCK_TOKENS = 2**22
@@ -61,6 +62,35 @@ class BuildOptions:
     )
     limit_bytes: int | None = option(
         None, help="read only about the first bytes of text, in order, for trials", unit="bytes", parse=parse_count
+    )
+
+    where: str | None = option(
+        None,
+        help="take only the rows for which this holds, such as 'language_score > 0.9 and lang in [\"en\"]': "
+        "comparisons, in, is null, and, or, not, + - * /; as in SQL a comparison with null keeps no row "
+        "(docs/choosing.md)",
+        metavar="EXPRESSION",
+    )
+    min_chars: int | None = option(
+        None, help="leave out texts with fewer Unicode characters", unit="characters", parse=parse_count
+    )
+    max_chars: int | None = option(
+        None, help="leave out texts with more Unicode characters", unit="characters", parse=parse_count
+    )
+    dedup: str | None = option(
+        None,
+        choices=("exact",),
+        help="exact: of texts that are the same byte for byte take the first in the order of the input. Reads the "
+        "input twice",
+    )
+    max_tokens_per_document: int | None = option(
+        None, help="most tokens of a document, BOS and EOS counted", unit="tokens", parse=parse_count
+    )
+    long_documents: str = option(
+        "skip",
+        choices=("skip", "truncate", "split"),
+        help="what becomes of documents with more tokens than --max_tokens_per_document: left out and counted, cut "
+        "after so many, or cut into several documents",
     )
 
     eos_token: str | None = option(None, help="token that ends each document; default the tokenizer config's eos_token")
@@ -123,8 +153,6 @@ class BuildOptions:
     )
     seal: bool = option(False, help="make the corpus of what --task_range built; needs only --output")
     dry_run: bool = option(False, help="tokenize a sample, say what the build would give and take, and write no corpus")
-    dedup: bool = option(False, help="drop exact copies: not available yet")
-    where: str | None = option(None, help="keep rows for which this holds: not available yet", metavar="EXPRESSION")
     data_probs: str | None = option(None, help="moved: a corpus is one source, `flame-mix create` weighs several")
 
     def __post_init__(self) -> None:
@@ -137,6 +165,7 @@ class BuildOptions:
             )
         for name in ("limit_documents", "limit_bytes", "num_workers", "batch_size", "shard_tokens"):
             self._require_positive(name)
+        self._check_choice()
         self._require_positive("shuffle_block_tokens")
         if not 0 <= self.val_fraction < 1:
             raise UsageError(f"--val_fraction cannot be {self.val_fraction}", expected="0 ≤ val_fraction < 1")
@@ -174,13 +203,35 @@ class BuildOptions:
                 fix="Build each dataset into its own corpus, then weigh them: "
                 "flame-mix create --source a=corpora/a:0.7 --source b=corpora/b:0.3 --output mix.json",
             )
-        absent = {
-            "dedup": (self.dedup, "Drop copies before building"),
-            "where": (self.where is not None, "Filter the files before building"),
-        }
-        for name, (asked, fix) in absent.items():
-            if asked:
-                raise UsageError(f"--{name} {getattr(self, name)} is not available yet".replace(" True", ""), fix=fix)
+
+    def _check_choice(self) -> None:
+        for name in ("min_chars", "max_chars"):
+            self._require_positive(name)
+        if self.min_chars is not None and self.max_chars is not None and self.min_chars > self.max_chars:
+            raise UsageError(
+                f"--min_chars {self.min_chars} is more than --max_chars {self.max_chars}: no text would be left"
+            )
+        if self.max_tokens_per_document is not None and self.max_tokens_per_document < 3:
+            raise UsageError(
+                f"--max_tokens_per_document cannot be {self.max_tokens_per_document}",
+                expected="3 or more: BOS, a token of text, EOS",
+            )
+        if self.long_documents != "skip" and self.max_tokens_per_document is None:
+            raise UsageError(
+                f"--long_documents {self.long_documents} needs --max_tokens_per_document", fix="Say how long is long"
+            )
+        if self.dedup is not None and self.task_range is not None:
+            raise UsageError(
+                "--dedup needs all of the input, and --task_range is a share of it: not available together yet",
+                fix="Use --executor local or ray",
+            )
+        if self.where is not None:
+            parse_where(self.where)
+
+    @property
+    def condition(self) -> Where | None:
+        """What --where says, read."""
+        return None if self.where is None else parse_where(self.where)
 
     @property
     def shuffled(self) -> bool:

@@ -35,6 +35,9 @@ TASKS = BUILD / "tasks"
 SCREEN = BUILD / "engine-screen.json"
 # Held-out documents of each task, until sealing merges them into val/.
 VAL_PARTS = BUILD / "tasks-val"
+# --dedup: the hashes of all texts, and then the places of the copies among each task's documents.
+HASHES = BUILD / "hashes"
+COPIES = BUILD / "copies"
 
 
 _STARTED = (

@@ -25,10 +25,16 @@ def held_out(texts: pa.LargeStringArray, val_fraction: float) -> NDArray[np.bool
     return np.fromiter((value < threshold for value in hashes), dtype=bool, count=len(texts))
 
 
-def text_hashes(texts: pa.LargeStringArray) -> pa.Array:
-    """Return the xxh3-128 of each text: equal texts are told by it when copies are dropped."""
+def text_hashes(texts: pa.LargeStringArray, parts: NDArray[np.int64] | None = None) -> pa.Array:
+    """Return the xxh3-128 of each text: equal texts are told by it when copies are dropped.
+
+    `parts` numbers those that were cut out of one text: the hash of all but the first of them takes the number in.
+    """
     data, offsets = text_data(texts), text_offsets(texts).tolist()
     digests = [xxhash.xxh3_128_digest(data[a:b]) for a, b in itertools.pairwise(offsets)]
+    for index, part in enumerate([] if parts is None else parts.tolist()):
+        if part > 0:
+            digests[index] = xxhash.xxh3_128_digest(digests[index] + part.to_bytes(8, "little"))
     return pa.array(digests, HASH_TYPE)
 
 

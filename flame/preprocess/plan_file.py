@@ -28,6 +28,7 @@ from flame.preprocess.folder import (
 )
 from flame.preprocess.plan import PLAN_VERSION, InputFile, Piece, Task
 from flame.preprocess.readers.columns import Columns
+from flame.preprocess.where import parse_where
 from flame.shards.manifest import read_manifest
 
 SECONDS_TO_DIE = 30.0
@@ -113,11 +114,12 @@ def read_plan(corpus: Path) -> Plan | None:
             fix="Finish it with that version, or build into a new folder",
         )
     kept = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(found["kept_schema"])))
+    where = found["options"].get("where")
     return Plan(
         options=found["options"],
         inputs=found["inputs"],
         on_error=found["on_error"],
-        columns=Columns(text=found["text_column"], kept=kept),
+        columns=Columns(text=found["text_column"], kept=kept, where=parse_where(where) if where else None),
         tasks=(),
         num_tasks=found["num_tasks"],
         dataset=found["dataset"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,6 +19,8 @@ from flame.preprocess.readers.rows import field_of, is_text_type
 from flame.preprocess.readers.stream import ByteStream, DamagedStreamError, lines_between
 from flame.preprocess.readers.tables import TABLES, UNTYPED, Table
 from flame.preprocess.remote import RemoteError, at_once, is_remote
+from flame.preprocess.where import Where, columns_of
+from flame.preprocess.where_columns import check_columns, no_such_column
 
 SHOWN_COLUMNS = 20
 PROBED_FILES = 100
@@ -32,6 +35,7 @@ def scan_inputs(
     limit_documents: int | None,
     limit_bytes: int | None,
     on_error: str,
+    where: Where | None = None,
 ) -> tuple[tuple[InputFile, ...], Columns]:
     """Return the files as they are now, and the columns to read.
 
@@ -43,13 +47,14 @@ def scan_inputs(
     text = _text_column(found, text_columns, on_error)
     kinds: dict[str, dict[str, pa.DataType]] = {name: {} for name in keep_columns}  # by column and file
     names: dict[str, None] = {}
+    _check_keys(found, keep_columns, where)
     described = (
-        _input_file(file, table, text, kinds, names)
+        _input_file(file, table, text, kinds, names, where)
         for file, table in zip(found, _tables(found, text, on_error), strict=True)
     )
     files = tuple(limited(described, text, limit_documents, limit_bytes))
     kept = pa.schema([_kept_field(name, kinds[name], list(names), files) for name in keep_columns])
-    return files, Columns(text=text, kept=kept)
+    return files, Columns(text=text, kept=kept, where=where)
 
 
 def _tables(found: Sequence[FoundFile], text_column: str, on_error: str) -> Iterator[Table | None]:
@@ -79,10 +84,13 @@ def _input_file(
     text_column: str,
     kinds: dict[str, dict[str, pa.DataType]],
     names: dict[str, None],
+    where: Where | None,
 ) -> InputFile:
     """Return the file as a plan knows it, and add the types of its kept columns to `kinds`, its columns to `names`."""
     if table is not None and table.schema is not None:
         _check_text_column(file.path, table.schema, text_column)
+        if where is not None:
+            check_columns(where, file.path, table.schema, untyped=file.format in UNTYPED)
         names |= dict.fromkeys(table.schema.names[:SHOWN_COLUMNS] if len(names) < SHOWN_COLUMNS else ())
         for name, found in kinds.items():
             field = field_of(table.schema, name)
@@ -141,6 +149,37 @@ def _first_objects(file: FoundFile) -> Iterator[dict[str, object]]:
                 continue
     except DamagedStreamError:
         return
+
+
+def _check_keys(found: Sequence[FoundFile], keep_columns: Sequence[str], where: Where | None) -> None:
+    """Raise `InputError` for what --where or --keep_columns name and the first lines of jsonl do not hold.
+
+    A column to keep may yet come in later lines: it is refused only where another key is spelled almost like it.
+    """
+    files = [file for file in found if file.format == "jsonl"][:PROBED_FILES]
+    columnar = any(file.format in TABLES for file in found)
+    txt = next((file for file in found if file.format == "txt"), None)
+    if where is not None and where.kinds and txt is not None:
+        raise no_such_column(next(iter(where.kinds)), (), txt.path)
+    kept = () if columnar else keep_columns
+    left = {*kept, *columns_of(where)}
+    keys: dict[str, None] = {}
+    for file in files if left else ():
+        for value in _first_objects(file):
+            keys |= dict.fromkeys(value)
+            left -= {name for name in left if lookup(value, name) is not MISSING}
+        if not left:
+            return
+    for name in sorted(left) if keys else ():
+        if name in columns_of(where):
+            raise no_such_column(name, list(keys), files[0].path)
+        if near := difflib.get_close_matches(name, list(keys), 1, 0.7):
+            raise InputError(
+                f"there is no key {name!r}, which --keep_columns names",
+                where=files[0].path,
+                got="the keys " + ", ".join(list(keys)[:SHOWN_COLUMNS]),
+                fix=f"Did you mean {near[0]!r}?",
+            )
 
 
 def _refuse_json_document(file: FoundFile) -> None:
@@ -203,9 +242,11 @@ def _check_text_column(path: str, schema: pa.Schema, text_column: str) -> None:
 def _kept_field(name: str, kinds: dict[str, pa.DataType], names: Sequence[str], files: Sequence[InputFile]) -> pa.Field:
     """Return one type for a kept column: what the files agree on, string where text files are read too."""
     if not kinds and names and all(file.format in TABLES for file in files):
+        near = difflib.get_close_matches(name, names, 1, 0.6)
         raise InputError(
             f"no file has the column {name!r} that --keep_columns names",
             got="the columns " + ", ".join(names[:SHOWN_COLUMNS]),
+            fix=f"Did you mean {near[0]!r}?" if near else None,
         )
     if not kinds or any(file.format in UNTYPED for file in files):
         nested = next((path for path, kind in kinds.items() if pa.types.is_nested(kind)), None)

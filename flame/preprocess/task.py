@@ -17,8 +17,10 @@ from flame.files import named_disk_errors, write_json
 from flame.preprocess.blocks import INTERLEAVED_PIECES, BlockShuffler, Tokenized, interleave, write
 from flame.preprocess.careful import Crash, compare_apart, encode_apart
 from flame.preprocess.claims import claimed
+from flame.preprocess.dedup import Copies
 from flame.preprocess.engine_check import Encoder, EngineDifferenceError, compared
-from flame.preprocess.folder import VAL_PARTS, read_receipt, receipt_path, rejects_path, remove_task
+from flame.preprocess.filters import Cut, by_characters, cut_long, keep_documents
+from flame.preprocess.folder import COPIES, VAL_PARTS, read_receipt, receipt_path, rejects_path, remove_task
 from flame.preprocess.holdout import HASH_COLUMN, HASH_TYPE, held_out, text_hashes
 from flame.preprocess.plan import STREAM_FORMATS, Task
 from flame.preprocess.readers.columns import Columns
@@ -47,6 +49,11 @@ class TaskSettings:
     shard_tokens: int
     val_fraction: float
     on_error: str
+    min_chars: int | None = None
+    max_chars: int | None = None
+    dedup: bool = False
+    max_tokens: int | None = None
+    long_documents: str = "skip"
     careful: bool = False
     claims: bool = False
 
@@ -210,19 +217,23 @@ def _write_documents(
     shuffler = BlockShuffler(
         train, block_tokens=settings.shuffle_block_tokens, key=f"block|{settings.shuffle_seed}|{task.index}"
     )
-    pieces = (read_piece(piece, settings.columns, rejects) for piece in task.pieces)
+    copies = Copies.of_task(settings.corpus / COPIES, task.index) if settings.dedup else None
     nouns = {piece.path: "byte" if piece.format in STREAM_FORMATS else "row" for piece in task.pieces}
     next_place = 0
-    for documents in interleave(pieces, 1 if settings.shuffle_seed is None else INTERLEAVED_PIECES):
+    for documents in read_documents(task, settings, rejects):
         report(Progress(input_bytes=documents.progress_bytes))
+        if copies is not None:
+            keep = copies.keep(len(documents))
+            rejects.count("duplicate", int(np.count_nonzero(~keep)))
+            documents = keep_documents(documents, keep)
         place, next_place = next_place, next_place + len(documents)
-        for tokenized, texts in _tokenize(
+        for tokenized, texts, parts in _tokenize(
             documents, task.index, place, nouns[documents.path], settings, encoder, rejects, report
         ):
             report(Progress(num_documents=len(tokenized), num_tokens=len(tokenized.tokens)))
             kept = tokenized
             if settings.val_fraction > 0:
-                kept = hold_out(tokenized, texts, settings.val_fraction, val)
+                kept = hold_out(tokenized, texts, settings.val_fraction, val, parts)
             if not settings.provenance:
                 kept = dataclasses.replace(kept, docs=None)
             if settings.shuffle_seed is None:
@@ -230,6 +241,13 @@ def _write_documents(
             else:
                 shuffler.append(kept)
     shuffler.flush()
+
+
+def read_documents(task: Task, settings: TaskSettings, rejects: Rejects) -> Iterator[Documents]:
+    """Yield the task's documents in the order in which they are tokenized, those too short or too long left out."""
+    pieces = (read_piece(piece, settings.columns, rejects) for piece in task.pieces)
+    for documents in interleave(pieces, 1 if settings.shuffle_seed is None else INTERLEAVED_PIECES):
+        yield by_characters(documents, settings.min_chars, settings.max_chars, rejects)
 
 
 def _tokenize(
@@ -241,9 +259,10 @@ def _tokenize(
     encoder: Encoder,
     rejects: Rejects,
     report: Callable[[Progress], None],
-) -> Iterator[tuple[Tokenized, pa.LargeStringArray]]:
+) -> Iterator[tuple[Tokenized, pa.LargeStringArray, NDArray[np.int64] | None]]:
     """Yield the documents with their ids, BOS and EOS, and their texts; a text without a token is refused.
 
+    Of texts that were cut into several documents each has its part's number, None where no text was.
     `place` is the number of the task's documents before these. Raises `RedoError` where the engine errs.
     """
     for start, stop in tokenizer_batches(documents, settings.batch_size, encoder.batch_bytes):
@@ -281,9 +300,33 @@ def _tokenize(
             mask = pa.array(keep)
             texts, rows, num_bytes, lengths = texts.filter(mask), rows[keep], num_bytes[keep], lengths[keep]
             kept = None if kept is None else kept.filter(mask)
-        tokens, lengths = add_ends(ids, lengths, bos_id=settings.bos_id, eos_id=settings.eos_id)
+        tokens, num_tokens = add_ends(ids, lengths, bos_id=settings.bos_id, eos_id=settings.eos_id)
+        parts = None
+        if settings.max_tokens is not None and (long := num_tokens > settings.max_tokens).any():
+            cut = _cut(ids, lengths, long, settings, rejects)
+            tokens, num_tokens = add_ends(cut.ids, cut.lengths, bos_id=settings.bos_id, eos_id=settings.eos_id)
+            origin, parts = cut.origin, cut.part
+            texts, rows, num_bytes = texts.take(pa.array(origin)), rows[origin], cut.share(num_bytes, lengths)
+            kept = None if kept is None else kept.take(pa.array(origin))
         docs = provenance_table(documents.path, rows, num_bytes, kept)
-        yield Tokenized(tokens=tokens, lengths=lengths, num_bytes=num_bytes, docs=docs), texts
+        yield Tokenized(tokens=tokens, lengths=num_tokens, num_bytes=num_bytes, docs=docs), texts, parts
+
+
+def _cut(
+    ids: NDArray[np.uint32],
+    lengths: NDArray[np.int64],
+    long: NDArray[np.bool_],
+    settings: TaskSettings,
+    rejects: Rejects,
+) -> Cut:
+    """Do with long documents as the user chose: leave them out, or cut them so that BOS and EOS have room."""
+    assert settings.max_tokens is not None
+    if settings.long_documents == "skip":
+        rejects.count("too_many_tokens", int(np.count_nonzero(long)))
+    else:
+        rejects.repaired[settings.long_documents] += int(np.count_nonzero(long))
+    most = settings.max_tokens - 1 - (settings.bos_id is not None)
+    return cut_long(ids, lengths, long, most, policy=settings.long_documents)
 
 
 def _tell_crash(crash: Crash, where: InHand, text: str, rejects: Rejects, report: Callable[[Progress], None]) -> None:
@@ -346,14 +389,23 @@ def provenance_table(
     return table
 
 
-def hold_out(tokenized: Tokenized, texts: pa.LargeStringArray, val_fraction: float, val: SplitWriter) -> Tokenized:
-    """Write what is held out, with the hash by which copies are told; return the rest."""
+def hold_out(
+    tokenized: Tokenized,
+    texts: pa.LargeStringArray,
+    val_fraction: float,
+    val: SplitWriter,
+    parts: NDArray[np.int64] | None = None,
+) -> Tokenized:
+    """Write what is held out, with the hash by which copies are told; return the rest.
+
+    All `parts` of a text are on the same side, and are no copies of each other.
+    """
     mask = held_out(texts, val_fraction)
     if not mask.any():
         return tokenized
     chosen = np.flatnonzero(mask)
     documents = tokenized.take(chosen)
     assert documents.docs is not None, "provenance is made for all, and left out when train is written"
-    hashes = text_hashes(texts.take(pa.array(chosen)))
+    hashes = text_hashes(texts.take(pa.array(chosen)), None if parts is None else parts[chosen])
     val.append(documents.tokens, documents.lengths, documents.docs.append_column(HASH_COLUMN, hashes))
     return tokenized.take(np.flatnonzero(~mask))

@@ -387,8 +387,7 @@ def test_a_kill_while_sealing_leaves_what_sealing_again_completes(
     ("options", "message"),
     [
         ({"data_probs": "0.5,0.5"}, "flame-mix"),
-        ({"dedup": True}, "--dedup is not available yet"),
-        ({"where": "score > 3"}, "not available yet"),
+        ({"where": "score >"}, "--where is no expression"),
         ({"val_fraction": 1.0}, "val_fraction"),
         ({"val_fraction": float("nan")}, "val_fraction"),
         ({"limit_documents": 0}, "limit_documents"),
@@ -432,6 +431,12 @@ def test_the_plan_covers_every_option_that_decides_bytes(tmp_path: Path, tiny_to
         {"limit_bytes": 1},
         {"keep_columns": ("url",)},
         {"provenance": False},
+        {"where": "true"},
+        {"min_chars": 2},
+        {"max_chars": 3},
+        {"dedup": "exact"},
+        {"max_tokens_per_document": 9},
+        {"max_tokens_per_document": 9, "long_documents": "split"},
     ]
     assert len({digest(), *(digest(**options) for options in deciding)}) == len(deciding) + 1
     for options in ({"num_workers": 3}, {"batch_size": 5}, {"engine": "hf"}, {"on_error": "skip"}):

@@ -202,7 +202,7 @@ def read_arrow(piece: Piece, columns: Columns, rejects: Rejects) -> Iterator[Doc
         what = f"{error.what}: {error.got}"
         rejects.malformed("corrupt", what, path=piece.path, row=0, place=lambda: "the whole file")
         return
-    names = [columns.text, *(name for name in columns.kept_names if field_of(layout.schema, name) is not None)]
+    names = columns.read_from(layout.schema, field_of)
 
     def batches_of(group: int, rows: int) -> Iterator[pa.RecordBatch]:
         return arrow_batches(piece.path, layout, group, rows, names)

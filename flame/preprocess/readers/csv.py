@@ -16,6 +16,8 @@ from flame.preprocess.readers.columns import Columns
 from flame.preprocess.readers.stream import BOM, ByteStream, DamagedStreamError, raw_lines
 from flame.preprocess.rejects import Rejects
 from flame.preprocess.texts import Documents, decode_utf8
+from flame.preprocess.where import Where, columns_of
+from flame.preprocess.where_rows import WhereTypeError, keeps_row, typed_value
 
 DELIMITERS = {"csv": ",", "tsv": "\t"}
 
@@ -84,8 +86,15 @@ def read_csv(piece: Piece, columns: Columns, rejects: Rejects) -> Iterator[Docum
         if not file.header:
             return
         text_at = file.header.index(columns.text)
+        places = {name: file.header.index(name) for name in columns_of(columns.where)}
         kept_at = [file.header.index(name) if name in file.header else None for name in columns.kept_names]
         for row in file.rows(piece.stop):
+            if (
+                columns.where is not None
+                and row.trouble is None
+                and not _is_wanted(columns.where, row, places, piece, rejects)
+            ):
+                continue
             text = None if row.trouble is not None else _decoded(row.values[text_at], rejects)
             if text is None:
                 _malformed(row, row.values[text_at] if row.values else "", piece, rejects)
@@ -105,6 +114,23 @@ def read_csv(piece: Piece, columns: Columns, rejects: Rejects) -> Iterator[Docum
             place=lambda: f"in or after row {number}",
         )
     yield batch.take(rejects)
+
+
+def _is_wanted(where: Where, row: CsvRow, places: dict[str, int], piece: Piece, rejects: Rejects) -> bool:
+    """Whether --where keeps a row; an empty field is null, one that is no number where it must be is malformed."""
+    try:
+        wanted = keeps_row(where, lambda name: typed_value(_shown(row.values[places[name]]), where.kinds[name]))
+    except WhereTypeError as error:
+        rejects.malformed(
+            "where_type",
+            f"--where cannot judge a row: {error}",
+            path=piece.path,
+            row=row.number,
+            place=lambda: f"row {row.number} (line {row.line})",
+        )
+        return False
+    rejects.count("where", 0 if wanted else 1)
+    return wanted
 
 
 def _decoded(value: str, rejects: Rejects) -> str | None:

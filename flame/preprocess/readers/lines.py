@@ -12,6 +12,8 @@ from flame.preprocess.readers.columns import Columns
 from flame.preprocess.readers.stream import ByteStream, DamagedStreamError, line_number, lines_between, range_stream
 from flame.preprocess.rejects import Rejects
 from flame.preprocess.texts import LIST_SEPARATOR, Documents, decode_utf8
+from flame.preprocess.where import Where
+from flame.preprocess.where_rows import WhereTypeError, keeps_row
 
 MISSING: Any = object()
 
@@ -24,6 +26,8 @@ def read_jsonl(piece: Piece, columns: Columns, rejects: Rejects) -> Iterator[Doc
             continue
         value = _parse(line, offset, piece, rejects)
         if value is None:
+            continue
+        if columns.where is not None and not _is_wanted(columns.where, value, line, offset, piece, rejects):
             continue
         text = lookup(value, columns.text)
         if text is MISSING:
@@ -88,6 +92,22 @@ def _parse(line: bytes, offset: int, piece: Piece, rejects: Rejects) -> dict[str
     except ValueError as error:
         _malformed("malformed_json", f"a line is no JSON object: {error}", line, offset, piece, rejects)
         return None
+
+
+def _is_wanted(where: Where, value: dict[str, Any], line: bytes, offset: int, piece: Piece, rejects: Rejects) -> bool:
+    """Whether --where keeps an object; a key that is absent is null, one of another kind is malformed input."""
+
+    def value_of(name: str) -> Any:
+        found = lookup(value, name)
+        return None if found is MISSING else found
+
+    try:
+        wanted = keeps_row(where, value_of)
+    except WhereTypeError as error:
+        _malformed("where_type", f"--where cannot judge a line: {error}", line, offset, piece, rejects)
+        return False
+    rejects.count("where", 0 if wanted else 1)
+    return wanted
 
 
 def _kept_text(value: Any) -> str | None:

@@ -15,6 +15,7 @@ from flame.preprocess.rejects import Rejects
 from flame.preprocess.remote import READ_AHEAD_BYTES, RemoteError, is_remote
 from flame.preprocess.storage import open_file
 from flame.preprocess.texts import Documents
+from flame.preprocess.where_columns import group_may_match
 
 READ_BUFFER_BYTES = 2**20
 
@@ -59,9 +60,12 @@ def read_parquet(piece: Piece, columns: Columns, rejects: Rejects) -> Iterator[D
         rejects.malformed("corrupt", what, path=piece.path, row=0, place=lambda: "the whole file")
         return
     schema = file.schema_arrow
-    wanted = [columns.text, *(name for name in columns.kept_names if field_of(schema, name) is not None)]
+    wanted = columns.read_from(schema, field_of)
 
     def batches_of(group: int, rows: int) -> Iterator[pa.RecordBatch]:
         return file.iter_batches(batch_size=rows, row_groups=[group], columns=wanted, use_threads=False)
 
-    yield from read_groups(group_sizes(file, columns.text), batches_of, piece, columns, rejects)
+    def may_match(group: int) -> bool:
+        return columns.where is None or group_may_match(columns.where, file, group)
+
+    yield from read_groups(group_sizes(file, columns.text), batches_of, piece, columns, rejects, may_match)

@@ -12,6 +12,7 @@ from flame.preprocess.plan import Piece
 from flame.preprocess.readers.columns import Columns
 from flame.preprocess.rejects import Rejects
 from flame.preprocess.texts import BATCH_BYTES, BATCH_DOCUMENTS, Documents, is_list_type, make_documents, utf8_texts
+from flame.preprocess.where_arrow import kept_rows
 
 
 def field_of(schema: pa.Schema, name: str) -> pa.Field | None:
@@ -56,17 +57,23 @@ def read_groups(
     piece: Piece,
     columns: Columns,
     rejects: Rejects,
+    may_match: Callable[[int], bool] = lambda _: True,
 ) -> Iterator[Documents]:
     """Yield the documents of the piece's groups of rows; a damaged group is malformed input.
 
     `sizes` are the (rows, about the bytes of text) of every group, and `batches_of(group, rows)` reads one of them,
-    at most so many rows at a time.
+    at most so many rows at a time. A group that cannot hold a row that --where keeps is not read.
     """
     row = piece.first_row
     assert piece.stop is not None, "a piece of rows ends at a group"
     for group in range(piece.start, piece.stop):
         num_rows, text_bytes = sizes[group]
         end = row + num_rows if piece.row_limit is None else min(row + num_rows, piece.row_limit)
+        if not may_match(group):
+            rejects.count("where", end - row)
+            yield _no_documents(text_bytes, piece, columns, rejects)
+            row = end
+            continue
         batches = batches_of(group, batch_rows(num_rows, text_bytes))
         for batch in _whole_batches(batches, row, piece, rejects):
             taken = batch.slice(0, max(end - row, 0))
@@ -110,6 +117,10 @@ def _documents(
     batch: pa.RecordBatch, first_row: int, progress_bytes: int, piece: Piece, columns: Columns, rejects: Rejects
 ) -> Documents:
     rows = np.arange(first_row, first_row + batch.num_rows, dtype=np.uint64)
+    if columns.where is not None:
+        chosen = kept_rows(columns.where, batch.num_rows, lambda name: select(batch, name))
+        rejects.count("where", int(np.count_nonzero(~chosen)))
+        batch, rows = batch.filter(pa.array(chosen)), rows[chosen]
     texts, keep = utf8_texts(select(batch, columns.text), rows, rejects, path=piece.path)
     kept = None
     if columns.kept_names:
@@ -119,6 +130,17 @@ def _documents(
         rows = rows[keep]
         kept = kept.filter(pa.array(keep)) if kept is not None else None
     return make_documents(texts, rows, kept, rejects, path=piece.path, progress_bytes=progress_bytes)
+
+
+def _no_documents(progress_bytes: int, piece: Piece, columns: Columns, rejects: Rejects) -> Documents:
+    return make_documents(
+        pa.array([], pa.large_string()),
+        np.zeros(0, np.uint64),
+        columns.kept.empty_table() if columns.kept_names else None,
+        rejects,
+        path=piece.path,
+        progress_bytes=progress_bytes,
+    )
 
 
 def select(batch: pa.RecordBatch, name: str) -> pa.Array:

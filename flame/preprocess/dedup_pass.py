@@ -1,0 +1,87 @@
+"""The first of the two readings of `--dedup exact`: every task's texts are hashed, then the copies are told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from flame.files import named_disk_errors, remove_tree
+from flame.preprocess.dedup import RunWriter, merge, read_done, records_of
+from flame.preprocess.executors import EXECUTORS
+from flame.preprocess.folder import COPIES, HASHES, WORKERS_LOCK
+from flame.preprocess.plan import Task
+from flame.preprocess.plan_file import Plan
+from flame.preprocess.progress import BuildProgress, log
+from flame.preprocess.rejects import Rejects
+from flame.preprocess.task import Progress, TaskSettings, read_documents
+from flame.preprocess.workers import Loaded
+
+
+@dataclass(frozen=True, kw_only=True)
+class HashRequest:
+    """Loads nothing but the modules: hashing needs no tokenizer."""
+
+    def load(self) -> tuple[None, Loaded]:
+        import flame.preprocess.dedup_pass  # noqa: F401 (what workers need, before they are forked)
+
+        return None, Loaded()
+
+
+@dataclass(frozen=True, kw_only=True)
+class HashSettings:
+    """What every task of the first reading is told; `files` numbers the inputs in their order."""
+
+    build: TaskSettings
+    files: Mapping[str, int]
+
+    def run(
+        self,
+        task: Task,
+        tool: None,
+        report: Callable[[Progress], None],
+        *,
+        careful: bool = False,
+        wait: bool = True,
+    ) -> bool:
+        """Hash the texts of a task, with the same refusals as when it is tokenized: there they are counted."""
+        settings = self.build
+        writer = RunWriter(settings.corpus / HASHES, task.index, settings.plan_digest)
+        place = 0
+        try:
+            with named_disk_errors(settings.corpus):
+                for documents in read_documents(task, settings, Rejects(on_error=settings.on_error)):
+                    report(Progress(input_bytes=documents.progress_bytes))
+                    writer.add(records_of(documents, file=self.files[documents.path], first_place=place))
+                    place += len(documents)
+                writer.finish()
+        except BaseException:
+            writer.abort()
+            raise
+        return True
+
+
+def find_copies(plan: Plan, settings: TaskSettings, executor: str, num_workers: int | None) -> None:
+    """Write which documents of each task are copies, unless an earlier process has; the hashes are then deleted."""
+    folder = settings.corpus / HASHES
+    if not (settings.corpus / COPIES).is_dir():
+        done = read_done(folder, plan.digest)
+        left = [task for task in plan.tasks if task.index not in done]
+        total, left_bytes = (sum(task.num_bytes for task in tasks) for tasks in (plan.tasks, left))
+        log(f"looking for copies: {len(plan.tasks)} tasks to read" + (f", {len(done)} done before" if done else ""))
+        if left:
+            files = {entry["path"]: number for number, entry in enumerate(plan.inputs)}
+            with (
+                EXECUTORS[executor](HashRequest(), num_workers) as running,
+                BuildProgress(total, total - left_bytes) as progress,
+            ):
+                running.wait_until_loaded()
+                running.run(
+                    left,
+                    HashSettings(build=settings, files=files),
+                    lock=settings.corpus / WORKERS_LOCK,
+                    report=progress.add,
+                )
+        with named_disk_errors(settings.corpus):
+            number = merge(folder, [task.index for task in plan.tasks], settings.corpus / COPIES)
+        log(f"{number:,} documents are copies of earlier ones")
+    remove_tree(folder)
