@@ -72,11 +72,12 @@ def install(plan_json: str) -> None:
     if plan["hold_saves"]:
         write = checkpoint._write_tensors
 
-        def held(temporary: Path, model: Any, optimizer: Any, state: Any, world: Any) -> Any:
-            (folder / f"rank-{rank}.saving.tmp").write_text(str(state.step))
+        def held(temporary: Path, *others: Any) -> Any:
+            step = temporary.name.removeprefix("step-").removesuffix(".tmp")
+            (folder / f"rank-{rank}.saving.tmp").write_text(step)
             (folder / f"rank-{rank}.saving.tmp").rename(folder / f"rank-{rank}.saving")
             with open(folder / f"rank-{rank}.fifo"):
-                return write(temporary, model, optimizer, state, world)
+                return write(temporary, *others)
 
         patch.setattr(checkpoint, "_write_tensors", held)
 
