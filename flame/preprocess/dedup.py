@@ -137,6 +137,12 @@ def read_done(folder: Path, plan_digest: str) -> set[int]:
     return {receipt["task"] for receipt in receipts if receipt["plan"] == plan_digest}
 
 
+def is_done(folder: Path, task: int, plan_digest: str) -> bool:
+    """Whether the records of a task of this plan are complete."""
+    path = (folder / _NAME.format(task)).with_suffix(".json")
+    return path.exists() and json.loads(path.read_bytes())["plan"] == plan_digest
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Run:
     """A sorted run in a task's file: where it begins, in records, and where each slice does within it."""

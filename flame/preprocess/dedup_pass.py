@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from flame.files import named_disk_errors, remove_tree
-from flame.preprocess.dedup import RunWriter, merge, read_done, records_of
+from flame.preprocess.claims import claimed
+from flame.preprocess.dedup import RunWriter, is_done, merge, read_done, records_of
 from flame.preprocess.executors import EXECUTORS
 from flame.preprocess.folder import COPIES, HASHES, WORKERS_LOCK
 from flame.preprocess.plan import Task
@@ -29,10 +30,14 @@ class HashRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class HashSettings:
-    """What every task of the first reading is told; `files` numbers the inputs in their order."""
+    """What every task of the first reading is told; `files` numbers the inputs in their order.
+
+    `claims`: processes of several machines run tasks, and one that was given up may still run.
+    """
 
     build: TaskSettings
     files: Mapping[str, int]
+    claims: bool = False
 
     def run(
         self,
@@ -43,7 +48,17 @@ class HashSettings:
         careful: bool = False,
         wait: bool = True,
     ) -> bool:
-        """Hash the texts of a task, with the same refusals as when it is tokenized: there they are counted."""
+        """Hash the texts of a task; False, and nothing done, if another process has claimed it."""
+        if not self.claims:
+            self._hash(task, report)
+            return True
+        with claimed(self.build.corpus, task.index, wait=wait) as ours:
+            if ours and not is_done(self.build.corpus / HASHES, task.index, self.build.plan_digest):
+                self._hash(task, report)
+        return ours
+
+    def _hash(self, task: Task, report: Callable[[Progress], None]) -> None:
+        """Write the records of a task's texts, refusing what is refused when it is tokenized: there it is counted."""
         settings = self.build
         writer = RunWriter(settings.corpus / HASHES, task.index, settings.plan_digest)
         place = 0
@@ -57,7 +72,6 @@ class HashSettings:
         except BaseException:
             writer.abort()
             raise
-        return True
 
 
 def find_copies(plan: Plan, settings: TaskSettings, executor: str, num_workers: int | None) -> None:
@@ -77,7 +91,7 @@ def find_copies(plan: Plan, settings: TaskSettings, executor: str, num_workers: 
                 running.wait_until_loaded()
                 running.run(
                     left,
-                    HashSettings(build=settings, files=files),
+                    HashSettings(build=settings, files=files, claims=executor != "local"),
                     lock=settings.corpus / WORKERS_LOCK,
                     report=progress.add,
                 )

@@ -140,7 +140,12 @@ def test_no_row_group_is_passed_over_that_holds_a_wanted_row(expression: str, ro
 
 def test_row_groups_that_cannot_match_are_passed_over(tmp_path: Path) -> None:
     table = pa.table(
-        {"score": [1, 2, 3, 4, 5, None], "lang": ["de", "de", "en", "en", "fr", "fr"], "f": [1.0, 2, 3, 4, 5, 6]}
+        {
+            "score": [1, 2, 3, 4, 5, None],
+            "lang": ["de", "de", "en", "en", "fr", "fr"],
+            "f": [1.0, 2, 3, 4, 5, 6],
+            "n": [math.nan, 5, 1, 1, 5, 5],
+        }
     )
     pq.write_table(table, tmp_path / "a.parquet", row_group_size=2)
     file = pq.ParquetFile(tmp_path / "a.parquet")
@@ -153,6 +158,7 @@ def test_row_groups_that_cannot_match_are_passed_over(tmp_path: Path) -> None:
         "score is not null and f < 1": [],
         "not (lang < 'fr')": [2],
         "score + 1 > 100": [0, 1, 2],
+        "not (n > 3)": [0, 1, 2],  # NaN is not, and no bound tells of it
         "f >= 3 or lang == 'de'": [0, 1, 2],
     }.items():
         where = parse_where(expression)
