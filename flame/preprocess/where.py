@@ -135,7 +135,7 @@ class _Parser:
                 parsed = ast.parse(self._text, mode="eval")
             tree = self._condition(parsed.body)
         except SyntaxError as error:
-            start = max((error.offset or 1) - 1, 0)
+            start = error.offset - 1 if error.offset and error.lineno == 1 else len(self._text)  # or it ends too soon
             stop = error.end_offset - 1 if error.end_offset and error.end_offset > start + 1 else start + 1
             raise self._error("--where is no expression", start, stop, _hint(self._text)) from error
         except (RecursionError, MemoryError, ValueError) as error:
@@ -293,7 +293,7 @@ class _Parser:
         return self._error(what, start, stop, fix)
 
     def _error(self, what: str, start: int, stop: int, fix: str | None) -> UsageError:
-        marked = f"{self._text[:start]}«{self._text[start:stop]}»{self._text[stop:]}"
+        marked = f"{self._text[:start]}«{self._text[start:stop] or 'the end'}»{self._text[stop:]}"
         return UsageError(what, got=marked, expected=_LANGUAGE if fix is None else None, fix=fix)
 
 

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 
 from flame.errors import InputError
 from flame.preprocess.readers.rows import field_of
-from flame.preprocess.where import Where
+from flame.preprocess.where import NUMBER, STRING, Where
 from flame.preprocess.where_arrow import Bounds, kind_of_type, may_match
 
 SHOWN_COLUMNS = 20
@@ -32,7 +32,9 @@ def check_columns(where: Where, path: str, schema: pa.Schema, *, untyped: bool) 
                 f"--where needs a {wanted} in {name!r}",
                 where=path,
                 got=f"the type {field.type}, in {where.text}",
-                fix=f'Compare it with a text: {name} == "…"' if kind == "string" else None,
+                fix={STRING: f'Compare it with a text: {name} == "…"', NUMBER: "Write the number without quotes"}.get(
+                    kind or ""
+                ),
             )
     for one, other in where.alike:
         if None in (found[one], found[other]) or found[one] != found[other]:

@@ -189,7 +189,8 @@ def test_columns_of_any_type_are_compared(array: pa.Array, expression: str, expe
     ("expression", "message"),
     [
         ("", "empty"),
-        ("score >", "no expression"),
+        ("score >", r"no expression \(got score >«the end»"),
+        ("a > 1 and (b > 2", r"a > 1 and «\(»b > 2"),
         ("score = 3", r"score «=» 3.*Write == for ="),
         ("a > 1 AND b > 2", r"«AND».*Write and for AND"),
         ("score", None),
