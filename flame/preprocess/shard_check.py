@@ -12,7 +12,6 @@ import xxhash
 from numpy.typing import NDArray
 
 from flame.errors import CorpusError
-from flame.preprocess.docs_check import check_docs
 from flame.preprocess.problem import Problem, told
 from flame.shards.format import (
     END_DTYPE,
@@ -57,6 +56,8 @@ def check_shard(corpus: Path, split: str, shard: ShardInfo, rules: ContentRules,
     usable = ends.is_whole and not ends_check.problems
     yield from tokens.check(_TokensCheck(shard, rules, ends_file if usable else None))
     if rules.provenance:
+        from flame.preprocess.docs_check import check_docs  # Arrow: not for -h
+
         yield from check_docs(docs_path(corpus, split, shard.name), shard)
 
 
