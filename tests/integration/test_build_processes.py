@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -229,6 +230,15 @@ def test_wrong_calls_are_2_and_help_is_quick_to_load(work: Path, tmp_path: Path)
     assert shown.stdout.endswith("False\n"), "what -h does not need is not imported"
 
 
+def test_a_disk_without_room_for_the_tokenizer_is_told(work: Path, small_disk: Path) -> None:
+    (small_disk / "filler").write_bytes(bytes(2**21 - 24 * 2**10))
+    result = run_build(work / "raw", small_disk / "out", work / "tok", **OPTIONS)
+    assert result.returncode == 1
+    told = result.stderr.splitlines()[-1]
+    assert told.startswith(f"flame-preprocess: no space left on the device (in {small_disk}/out"), told
+    assert "bytes for this write" in told
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 2 MB; skips where this user may not mount one."""
@@ -248,10 +258,21 @@ def test_a_full_disk_is_told_and_the_build_ends_well_once_there_is_room(work: Pa
     result = run_build(work / "raw", output, work / "tok", **OPTIONS)
     assert result.returncode == 1, result.stdout
     assert "no space left" in result.stderr
-    assert str(output) in result.stderr
+    told = result.stderr.splitlines()[-1]
+    said = re.fullmatch(
+        rf"flame-preprocess: no space left on the device \(in {output}\S*; got ([0-9,]+) bytes free; expected about "
+        r"([0-9,]+) bytes for the ([0-9]+) tasks that are left\)\. Free space or choose another disk, then run the "
+        r"same command again: what is complete is kept\.",
+        told,
+    )
+    assert said is not None, told
+    free, needed = (int(number.replace(",", "")) for number in said.groups()[:2])
+    assert free < needed < 8 * 2**20
     assert "Traceback" not in result.stderr
     assert not (output / "manifest.json").exists()
     assert receipts(output) > 0, "what was finished before is kept"
+    left = receipts(work / "expected") - receipts(output)
+    assert left <= int(said[3]) <= left + 2, "a task may have ended while the error was told"
     subprocess.run(["mount", "-o", "remount,size=32m", str(small_disk)], check=True)
     result = run_build(work / "raw", output, work / "tok", **OPTIONS)
     assert result.returncode == 0, result.stderr

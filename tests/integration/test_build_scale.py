@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,14 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flame.config import parse_flat
-from flame.errors import CorpusError, UsageError
+from flame.errors import CorpusError, InputError, UsageError
 from flame.preprocess.build import build
 from flame.preprocess.claims import claimed
 from flame.preprocess.config import BuildOptions
+from flame.preprocess.executors import EXECUTORS
 from flame.preprocess.folder import CLAIMS, TASKS
-from flame.preprocess.forks import ForkDiedError, in_a_fork
 from flame.preprocess.ranges import TaskRange, parse_range, stretches, unfinished
 from tests.builds import (
+    InlineExecutor,
     build_here,
     command,
     environment,
@@ -116,23 +117,41 @@ def test_a_share_with_other_options_or_inputs_is_refused_and_a_whole_build_waits
     assert same_corpus(output, work / "expected")
 
 
-def test_a_claim_dies_with_its_owner_and_is_waited_for(tmp_path: Path) -> None:
-    def claims(task: int) -> bool:
-        with claimed(tmp_path, task, wait=False) as ours:
-            return ours
+def test_errors_of_all_shares_are_looked_at_when_they_are_sealed(work: Path, tmp_path: Path) -> None:
+    raw = write_jsonl(tmp_path / "raw.jsonl", some_texts(90))
+    with open(raw, "a") as file:
+        file.write("{\n" * 10)
+    options = {"on_error": "skip", "max_error_fraction": 0.05, "task_range": TaskRange(index=0, count=1)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(EXECUTORS, "local", InlineExecutor)
+        build(BuildOptions(dataset=(str(raw),), tokenizer=work / "tok", output=tmp_path / "out", **options))
+    with pytest.raises(InputError, match=r"got 10 of 100 documents, 10%; refused until now: 10 malformed_json"):
+        seal(tmp_path / "out")
+    assert build(BuildOptions(output=tmp_path / "out", seal=True, max_error_fraction=0.2)) == 0
 
-    def dies() -> None:
-        with claimed(tmp_path, 7, wait=False) as ours:
-            assert ours
-            os.kill(os.getpid(), signal.SIGKILL)
+
+def test_a_claim_dies_with_its_owner_and_is_waited_for(tmp_path: Path) -> None:
+    code = """
+import os, sys
+from pathlib import Path
+from flame.preprocess.claims import claimed
+for task in map(int, sys.argv[3:]):
+    with claimed(Path(sys.argv[1]), task, wait=False) as ours:
+        print(ours, flush=True)
+        if sys.argv[2] == "die":
+            os.kill(os.getpid(), 9)
+"""
+
+    def elsewhere(how: str, *tasks: int) -> list[str]:
+        words = [sys.executable, "-c", code, str(tmp_path), how, *map(str, tasks)]
+        return subprocess.run(words, env=environment(), stdout=subprocess.PIPE, text=True).stdout.split()
 
     with claimed(tmp_path, 7, wait=True) as ours:
         assert ours
-        assert not in_a_fork(lambda: claims(7))
-        assert in_a_fork(lambda: claims(8))
-    with pytest.raises(ForkDiedError, match="SIGKILL"):
-        in_a_fork(dies)
-    assert claims(7)
+        assert elsewhere("end", 7, 8) == ["False", "True"]
+    assert elsewhere("die", 7) == ["True"]
+    with claimed(tmp_path, 7, wait=False) as ours:
+        assert ours
 
 
 @given(st.integers(1, 50), st.integers(1, 300), st.data())

@@ -161,10 +161,10 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[int]]:
     original = loop._backward
     calls = 0
 
-    def backward(module: Any, batch: Any) -> torch.Tensor:
+    def backward(module: Any, batch: Any, *others: Any) -> torch.Tensor:
         nonlocal calls
         calls += 1
-        loss = original(module, batch)
+        loss = original(module, batch, *others)
         if calls in steps:
             parameter = next(p for p in module.parameters() if p.grad is not None)
             parameter.grad.to_local().view(-1)[0] = float("nan") if calls % 2 else float("inf")
