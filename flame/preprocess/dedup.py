@@ -25,6 +25,7 @@ from flame.files import (
     write_bytes,
     write_json,
 )
+from flame.preprocess.folder import intact
 from flame.preprocess.holdout import text_hashes
 from flame.preprocess.texts import Documents
 
@@ -132,15 +133,21 @@ def _copies(path: Path) -> Path:
 
 
 def read_done(folder: Path, plan_digest: str) -> set[int]:
-    """Return the tasks of this plan whose records are complete."""
-    receipts = (json.loads(path.read_bytes()) for path in folder.glob("task-*.json"))
-    return {receipt["task"] for receipt in receipts if receipt["plan"] == plan_digest}
+    """Return the tasks of this plan whose records are complete; `CorpusError` where it cannot be told."""
+    receipts = [_read_receipt(path) for path in folder.glob("task-*.json")]
+    return {task for task, plan in receipts if plan == plan_digest}
 
 
 def is_done(folder: Path, task: int, plan_digest: str) -> bool:
     """Whether the records of a task of this plan are complete."""
     path = (folder / _NAME.format(task)).with_suffix(".json")
-    return path.exists() and json.loads(path.read_bytes())["plan"] == plan_digest
+    return path.exists() and _read_receipt(path) == (task, plan_digest)
+
+
+def _read_receipt(path: Path) -> tuple[int, str]:
+    with intact(path, fix="Delete this file and run the same command again: its task is hashed again"):
+        receipt = json.loads(path.read_bytes())
+        return int(receipt["task"]), str(receipt["plan"])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from flame.shards.format import (
     shard_name,
     tokens_path,
 )
+from flame.shards.manifest import ShardInfo
 
 BUILD = Path(BUILD_FOLDER)
 PLAN = BUILD / "plan.json"
@@ -44,6 +46,10 @@ _STARTED = (
     *("lock", "workers.lock", "plan.lock", "pieces.parquet"),
     *(f"pieces.parquet{TEMPORARY_SUFFIX}", f"plan.json{TEMPORARY_SUFFIX}"),
 )
+
+
+# What a receipt holds and later steps rely on.
+_RECEIPT_FIELDS = {"task": int, "engine": str, "rejects": dict, "repaired": dict, "splits": dict}
 
 
 def receipt_path(corpus: Path, task: int) -> Path:
@@ -88,7 +94,10 @@ def check_folder(corpus: Path) -> None:
 
 
 def read_receipts(corpus: Path, plan_digest: str) -> dict[int, dict[str, Any]]:
-    """Return the receipts of the finished tasks of this plan whose files are all there, by task."""
+    """Return the receipts of the finished tasks of this plan whose files are all there, by task.
+
+    Raises `CorpusError` for a receipt that is damaged.
+    """
     receipts = {}
     for path in sorted((corpus / TASKS).glob("task-*.json")):
         receipt = _read_receipt(corpus, path, plan_digest)
@@ -103,12 +112,32 @@ def read_receipt(corpus: Path, plan_digest: str, task: int) -> dict[str, Any] | 
 
 
 def _read_receipt(corpus: Path, path: Path, plan_digest: str) -> dict[str, Any] | None:
-    try:
-        receipt: dict[str, Any] = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return None
-    whole = receipt["plan"] == plan_digest and all(_is_whole(corpus, *shard) for shard in shards_of(receipt))
+    with intact(path, fix="Delete this file and run the same command again: its task is run again"):
+        try:
+            receipt: dict[str, Any] = json.loads(path.read_bytes())
+        except FileNotFoundError:
+            return None
+        if receipt["plan"] != plan_digest:
+            return None
+        for name, kind in _RECEIPT_FIELDS.items():
+            if not isinstance(receipt[name], kind):
+                raise TypeError(f"{name} is {receipt[name]!r}")
+        whole = all(_is_whole(corpus, split, ShardInfo(**shard)) for split, shard in shards_of(receipt))
     return receipt if whole else None
+
+
+@contextmanager
+def intact(path: Path, *, fix: str) -> Iterator[None]:
+    """Raise `CorpusError` where a file of the build, read and taken apart within, is not what a build wrote."""
+    try:
+        yield
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise CorpusError(
+            "a file that the build keeps in its folder is damaged",
+            where=path,
+            got=f"{type(error).__name__}: {error}",
+            fix=fix,
+        ) from error
 
 
 def remove_task(corpus: Path, task: int) -> None:
@@ -142,10 +171,10 @@ def split_folder(corpus: Path, split: str) -> Path:
     return corpus / VAL_PARTS.parent if split == VAL_PARTS.name else corpus
 
 
-def _is_whole(corpus: Path, split: str, shard: Mapping[str, Any]) -> bool:
-    path = tokens_path(split_folder(corpus, split), split, shard["name"])
+def _is_whole(corpus: Path, split: str, shard: ShardInfo) -> bool:
+    path = tokens_path(split_folder(corpus, split), split, shard.name)
     try:
-        return path.stat().st_size == HEADER_BYTES + shard["num_tokens"] * TOKEN_DTYPE.itemsize
+        return path.stat().st_size == HEADER_BYTES + shard.num_tokens * TOKEN_DTYPE.itemsize
     except FileNotFoundError:
         return False
 

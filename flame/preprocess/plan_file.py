@@ -6,7 +6,7 @@ import base64
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -23,6 +23,7 @@ from flame.preprocess.folder import (
     WORKERS_LOCK,
     check_folder,
     differences,
+    intact,
     read_receipts,
     remove_strays,
 )
@@ -100,32 +101,40 @@ def write_plan(corpus: Path, plan: Plan) -> None:
 
 
 def read_plan(corpus: Path) -> Plan | None:
-    """Return the plan that lies in a folder, without its tasks; None where there is none."""
-    try:
-        found = json.loads((corpus / PLAN).read_bytes())
-    except FileNotFoundError:
-        return None
-    if found["version"] != PLAN_VERSION or "kept_schema" not in found:
-        raise CorpusError(
-            "the output folder holds a build of another version of flame",
-            where=corpus,
-            got=f"a plan of version {found['version']}",
-            expected=f"version {PLAN_VERSION}",
-            fix="Finish it with that version, or build into a new folder",
+    """Return the plan that lies in a folder, without its tasks; None where there is none.
+
+    Raises `CorpusError` where it is damaged, or of another version.
+    """
+    with _intact_plan(corpus):
+        try:
+            found = json.loads((corpus / PLAN).read_bytes())
+        except FileNotFoundError:
+            return None
+        if found["version"] != PLAN_VERSION or "kept_schema" not in found:
+            raise CorpusError(
+                "the output folder holds a build of another version of flame",
+                where=corpus,
+                got=f"a plan of version {found['version']}",
+                expected=f"version {PLAN_VERSION}",
+                fix="Finish it with that version, or build into a new folder",
+            )
+        kept = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(found["kept_schema"])))
+        where = found["options"].get("where")
+        return Plan(
+            options=found["options"],
+            inputs=found["inputs"],
+            on_error=found["on_error"],
+            columns=Columns(text=found["text_column"], kept=kept, where=parse_where(where) if where else None),
+            tasks=(),
+            num_tasks=found["num_tasks"],
+            dataset=found["dataset"],
+            asked=found["asked"],
+            num_ranges=found["num_ranges"],
         )
-    kept = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(found["kept_schema"])))
-    where = found["options"].get("where")
-    return Plan(
-        options=found["options"],
-        inputs=found["inputs"],
-        on_error=found["on_error"],
-        columns=Columns(text=found["text_column"], kept=kept, where=parse_where(where) if where else None),
-        tasks=(),
-        num_tasks=found["num_tasks"],
-        dataset=found["dataset"],
-        asked=found["asked"],
-        num_ranges=found["num_ranges"],
-    )
+
+
+def _intact_plan(corpus: Path) -> AbstractContextManager[None]:
+    return intact(corpus / PLAN, fix="Name a new folder in --output, or delete this one to build it again")
 
 
 def write_pieces(corpus: Path, plan: Plan) -> None:
@@ -148,9 +157,10 @@ def write_pieces(corpus: Path, plan: Plan) -> None:
 
 def read_tasks(corpus: Path, plan: Plan, wanted: range) -> list[Task]:
     """Return the tasks of a stretch, from what `write_pieces` wrote."""
-    table = pq.read_table(
-        corpus / PIECES, filters=[("task", ">=", wanted.start), ("task", "<", wanted.stop)], use_threads=False
-    )
+    with intact(corpus / PIECES, fix="Delete this file and run the same command again: the inputs are planned again"):
+        table = pq.read_table(
+            corpus / PIECES, filters=[("task", ">=", wanted.start), ("task", "<", wanted.stop)], use_threads=False
+        )
     pieces: dict[int, list[Piece]] = {task: [] for task in wanted}
     for row in table.to_pylist():
         entry = plan.inputs[row.pop("file")]
@@ -179,14 +189,15 @@ def adopt(corpus: Path, plan: Plan) -> None:
 
 
 def check_same_plan(corpus: Path, plan: Plan) -> None:
-    """Raise `CorpusError`, naming what differs, unless the folder's plan is this one."""
-    old = json.loads((corpus / PLAN).read_bytes())
-    if old["digest"] != plan.digest:
-        found = differences(old, plan.to_json())
-        if old["version"] != PLAN_VERSION:
-            found = [f"the plan's version was {old['version']} and is {PLAN_VERSION}", *found]
-        raise another_build(corpus, found)
-    check_same_policy(corpus, old["on_error"], plan.on_error)
+    """Raise `CorpusError`, naming what differs or that it is damaged, unless the folder's plan is this one."""
+    with _intact_plan(corpus):
+        old = json.loads((corpus / PLAN).read_bytes())
+        if old["digest"] != plan.digest:
+            found = differences(old, plan.to_json())
+            if old["version"] != PLAN_VERSION:
+                found = [f"the plan's version was {old['version']} and is {PLAN_VERSION}", *found]
+            raise another_build(corpus, found)
+        check_same_policy(corpus, old["on_error"], plan.on_error)
 
 
 def another_build(corpus: Path, found: Sequence[str]) -> CorpusError:

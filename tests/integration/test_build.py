@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -338,6 +339,41 @@ def test_a_task_that_lost_its_files_is_done_again(built: Path, tiny_tokenizer: P
     (built / "manifest.json").unlink()
     path = built / "build/tasks/task-00000.json" if lost == "receipt" else built / "train/shard-00000-000.tokens.npy"
     path.unlink()
+    build_here(tmp_path / "raw", built, tiny_tokenizer, val_fraction=0.1)
+    assert files_of(built) == before
+
+
+@pytest.mark.parametrize("sealed", [False, True])
+@pytest.mark.parametrize("text", ["", "[]", '{"version": 1}', "\xff\xfe{"])
+def test_a_damaged_plan_is_named(built: Path, tiny_tokenizer: Path, tmp_path: Path, text: str, sealed: bool) -> None:
+    if not sealed:
+        (built / "manifest.json").unlink()
+    (built / "build/plan.json").write_text(text, encoding="latin-1")
+    with pytest.raises(CorpusError, match=r"out/build/plan\.json.*or delete this one to build it again"):
+        build_here(tmp_path / "raw", built, tiny_tokenizer, val_fraction=0.1)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda receipt: receipt[:40],
+        lambda receipt: b"null",
+        lambda receipt: b"{}",
+        lambda receipt: receipt.replace(b'"rejects": {', b'"rejects": 3, "was": {'),
+        lambda receipt: receipt.replace(b'"num_tokens"', b'"tokens"'),
+    ],
+)
+def test_a_damaged_receipt_is_named_and_without_it_the_task_is_run_again(
+    built: Path, tiny_tokenizer: Path, tmp_path: Path, damage: Callable[[bytes], bytes]
+) -> None:
+    before = files_of(built)
+    (built / "manifest.json").unlink()
+    receipt = built / "build/tasks/task-00000.json"
+    assert damage(receipt.read_bytes()) != receipt.read_bytes()
+    receipt.write_bytes(damage(receipt.read_bytes()))
+    with pytest.raises(CorpusError, match=r"task-00000\.json.*Delete this file and run the same command again"):
+        build_here(tmp_path / "raw", built, tiny_tokenizer, val_fraction=0.1)
+    receipt.unlink()
     build_here(tmp_path / "raw", built, tiny_tokenizer, val_fraction=0.1)
     assert files_of(built) == before
 

@@ -84,6 +84,12 @@ def test_rows_end_by_one_eos_and_what_is_no_document_is_counted(tmp_path: Path, 
     assert {row["source_file"] for row in provenance} == {str(folder / "data-00000-of-00001.arrow")}
 
 
+def test_rows_without_a_document_are_told_in_words_of_convert(tmp_path: Path, tok: Path) -> None:
+    with pytest.raises(InputError, match="the corpus would be empty") as caught:
+        run(save(tmp_path / "v0", pa.array([[EOS_ID], [EOS_ID] * 2])), tmp_path / "out", tok)
+    assert "--text_column" not in str(caught.value)
+
+
 def test_nulls_among_sliced_rows_move_no_id(tmp_path: Path, tok: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flame_v0, "BATCH_ROWS", 3)
     monkeypatch.setattr(flame_v0, "BATCH_TOKENS", 5)
