@@ -85,6 +85,17 @@ def write_json(path: Path, value: Any, *, indent: int | None = 2) -> None:
     write_text(path, json.dumps(value, indent=indent, ensure_ascii=False, allow_nan=False) + "\n")
 
 
+def read_json_object(path: Path, what: str, error: type[FlameError]) -> dict[str, Any]:
+    """Return the object that a JSON file holds; raises `error` where it is none, calling the file `what`."""
+    try:
+        value = json.loads(path.read_bytes())
+    except ValueError as caught:
+        raise error(f"{what} is no JSON: {caught}", where=path) from caught
+    if not isinstance(value, dict):
+        raise error(f"{what} is no JSON object", where=path)
+    return value
+
+
 def append_line(path: Path, line: str, *, durable: bool = False) -> None:
     """Append one line to `path` in a single write; `durable` fsyncs it."""
     assert "\n" not in line, "append_line takes one line"

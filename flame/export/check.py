@@ -15,9 +15,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from flame.errors import CheckpointError
-from flame.export.dtypes import DTYPES, exported
+from flame.export.dtypes import exported
 from flame.train.checkpoint_tensors import StoredModel, named_tensors
 from flame.train.families import FAMILIES
+from flame.train.hf_names import FORMATS
 
 
 def check_export(folder: Path, stored: StoredModel) -> int:
@@ -39,7 +40,7 @@ def check_export(folder: Path, stored: StoredModel) -> int:
     loaded = named_tensors(model)
     _compare_names(set(loaded), set(stored.tensors), folder)
     for name in stored.tensors:
-        expected = exported(name, stored.read(name), DTYPES[config["dtype"]])
+        expected = exported(name, stored.read(name), FORMATS[config["dtype"]])
         if not _same_bits(loaded[name].detach(), expected):
             raise CheckpointError(f"the export's {name} is not the checkpoint's", where=folder)
     _check_agreement(folder, model)

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from flame.errors import CheckpointError
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
 
 def exported_dtype(kind: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
     """Return what a tensor of `kind` becomes: floating point numbers `dtype` (None: no change), all else what it is."""

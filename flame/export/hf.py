@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 from flame.errors import CheckpointError, UsageError
 from flame.export.check import check_export
-from flame.export.dtypes import DTYPES, exported, exported_dtype, main_dtype
+from flame.export.dtypes import exported, exported_dtype, main_dtype
 from flame.files import (
     free_bytes,
     fsync_file,
@@ -31,6 +31,7 @@ from flame.files import (
 )
 from flame.train.checkpoint_files import open_checkpoint
 from flame.train.checkpoint_tensors import StoredModel
+from flame.train.hf_names import FORMATS
 
 DEFAULT_SHARD_SIZE = "5GB"
 
@@ -68,8 +69,8 @@ def export_checkpoint(
 
 def check_request(output: Path, dtype: str | None, max_shard_size: str, *, replace: bool = False) -> None:
     """Raise `UsageError` for an output that is there already (unless it is to be replaced) and for wrong options."""
-    if dtype is not None and dtype not in DTYPES:
-        raise UsageError("no such dtype to export", got=dtype, expected=" or ".join(DTYPES))
+    if dtype is not None and dtype not in FORMATS:
+        raise UsageError("no such dtype to export", got=dtype, expected=" or ".join(FORMATS))
     parse_shard_size(max_shard_size)
     if not replace and output.exists() and not (output.is_dir() and not any(output.iterdir())):
         raise UsageError(
@@ -87,7 +88,7 @@ def write_folder(
     check: bool,
 ) -> None:
     """Write the weights and the small `files` (config.json among them) as a Hugging Face folder: all of it, or none."""
-    target = None if dtype is None else DTYPES[dtype]
+    target = None if dtype is None else FORMATS[dtype]
     said = main_dtype(stored.tensors.values()) if target is None else target
     config = {**json.loads(files["config.json"]), "dtype": str(said).removeprefix("torch.")}
     temporary = temporary_path(output)

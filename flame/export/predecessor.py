@@ -9,15 +9,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedModel
-
 from flame.errors import CheckpointError, UsageError
 from flame.export.dtypes import main_dtype
 from flame.export.hf import check_request, export_checkpoint, write_folder
 from flame.export.skeleton import build_skeleton, skeleton_files
 from flame.train.checkpoint_files import COMPLETE
-from flame.train.checkpoint_tensors import MODEL_PREFIX, StoredModel, named_tensors
-from flame.train.hf_names import match_names
+from flame.train.checkpoint_tensors import named_tensors
+from flame.train.foreign import check_foreign, open_foreign, stored_rows
 from flame.train.initial import DCP_INDEX
 
 
@@ -74,33 +72,12 @@ def export_predecessor(
     tokenizer's. Raises as `export_checkpoint` does, and `CheckpointError` where names or shapes are not the model's.
     """
     check_request(output, dtype, max_shard_size)
-    stored, model = _open(checkpoint, config, trust_remote_code)
-    names = match_names(model, stored.tensors, stored.read, checkpoint)
-    if foreign := [name for own, name in names.items() if own != name]:
-        raise CheckpointError(
-            "the weights have other names than the model's", where=checkpoint, got=", ".join(foreign[:4])
-        )
-    stored.tensors = {name: stored.tensors[name] for name in names.values()}
+    model = build_skeleton(config, trust_remote_code=trust_remote_code)
+    stored = open_foreign(checkpoint, model)
+    if (rows := stored_rows(stored, model)) not in (None, model.get_input_embeddings().weight.shape[0]):
+        model = build_skeleton(config, rows=rows, trust_remote_code=trust_remote_code)
+    check_foreign(stored, model)
+    stored.tensors = {name: stored.tensors[name] for name in named_tensors(model)}
     files = skeleton_files(model, tokenizer, main_dtype(stored.tensors.values()))
     write_folder(output, stored, files, dtype=dtype, max_shard_size=max_shard_size, check=check)
     return output
-
-
-def _open(checkpoint: Path, config: Path, trust_remote_code: bool) -> tuple[StoredModel, PreTrainedModel]:
-    """Return the stored weights and the model that they should fill, with their number of embedding rows."""
-    model = build_skeleton(config, trust_remote_code=trust_remote_code)
-    kept = named_tensors(model)
-    bare = StoredModel(checkpoint, prefix="")
-    if kept.keys() <= bare.tensors.keys():
-        tops = {name.partition(".")[0] for name in model.state_dict()}
-        bare.tensors = {name: kind for name, kind in bare.tensors.items() if name.partition(".")[0] in tops}
-        stored = bare
-    else:
-        stored = StoredModel(checkpoint, prefix=MODEL_PREFIX)
-    if not stored.tensors:
-        raise CheckpointError("the folder holds no model", where=checkpoint, expected="keys such as model.<name>")
-    embedding = next(name for name, tensor in kept.items() if tensor is model.get_input_embeddings().weight)
-    rows = stored.tensors[embedding][0][0] if embedding in stored.tensors else None
-    if rows is not None and rows != kept[embedding].shape[0]:
-        model = build_skeleton(config, rows=rows, trust_remote_code=trust_remote_code)
-    return stored, model

@@ -11,6 +11,7 @@ import contextlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from transformers import PreTrainedModel
 
 from flame.errors import CheckpointError
 from flame.files import (
@@ -49,16 +51,15 @@ from flame.train.checkpoint_tensors import (
     MODEL_PREFIX,
     TRAIN_STATE,
     check_names_and_shapes,
-    foreign_keys,
     named_tensors,
     optimizer_targets,
     optimizer_tensors,
     read_metadata,
-    refuse_untied,
     set_optimizer_state,
 )
 from flame.train.checkpoint_writer import HashingWriter
-from flame.train.distributed import World, broadcast_from_main, raise_together
+from flame.train.distributed import World, broadcast_from_main, on_main, raise_together
+from flame.train.foreign import check_foreign, open_foreign
 from flame.train.identity import DataIdentity
 
 
@@ -240,29 +241,31 @@ def load_checkpoint(choice: Choice, *, model: nn.Module, optimizer: Optimizer | 
     with _together(world, "loading a checkpoint", choice.path):
         named = named_tensors(model)
         targets = _targets(choice, named, with_optimizer=optimizer is not None)
-    with _together(world, "loading a checkpoint", choice.path):
-        try:
-            reader = FileSystemReader(choice.path)
-            load(dict(targets), storage_reader=reader, process_group=world.patient_group)
-        except CheckpointException as failure:
-            _raise_own(failure, world, choice.path)
+    _load_tensors(choice.path, targets, world)
     if optimizer is not None:
         set_optimizer_state(optimizer, named, targets)
     return TrainState.from_json(targets[TRAIN_STATE].numpy().tobytes())
 
 
-def load_foreign_weights(path: Path, *, model: nn.Module, world: World) -> None:
-    """Fill `model` from a DCP folder that another program wrote, with keys `model.<name>` or bare names.
+def load_foreign_weights(path: Path, *, model: PreTrainedModel, world: World) -> None:
+    """Fill `model` from a DCP folder of the predecessor; its other states are left alone.
 
-    Raises `CheckpointError` where names or shapes are not the model's. Optimizer and loader states are left alone.
+    Raises `CheckpointError` where the weights are not the model's (see `check_foreign`).
     """
-    targets: dict[str, Tensor] = {}
-    with _together(world, "reading a DCP folder", path):
-        keys = foreign_keys(model, read_metadata(path), path)
-        if world.is_main:
-            refuse_untied(model, keys, path)
-        targets = {keys[name]: tensor.detach() for name, tensor in named_tensors(model).items()}
-    with _together(world, "reading a DCP folder", path):
+    prefix = on_main(f"looking into {path}", partial(_foreign_prefix, path, model), world)
+    targets = {prefix + name: tensor.detach() for name, tensor in named_tensors(model).items()}
+    _load_tensors(path, targets, world)
+
+
+def _foreign_prefix(path: Path, model: PreTrainedModel) -> str:
+    stored = open_foreign(path, model)
+    check_foreign(stored, model)
+    return stored.prefix
+
+
+def _load_tensors(path: Path, targets: Mapping[str, Tensor], world: World) -> None:
+    """Fill `targets`, by key, from a DCP folder."""
+    with _together(world, "loading a checkpoint", path):
         try:
             load(dict(targets), storage_reader=FileSystemReader(path), process_group=world.patient_group)
         except CheckpointException as failure:

@@ -26,7 +26,7 @@ from flame.train.checkpoint_files import step_folder
 from flame.train.distributed import World, raise_together
 from flame.train.log import log
 
-DISABLED, ASYNC, PINNED = "disabled", "async", "async_with_pinned_mem"
+DISABLED, PINNED = "disabled", "async_with_pinned_mem"
 _PATIENCE_AFTER_FAILURE_SECONDS = 30.0
 
 
@@ -35,7 +35,6 @@ class _Save:
     """A save that a thread works on: `outcome` is what it raised, or None."""
 
     state: TrainState
-    path: Path
     thread: threading.Thread
     outcome: Future[None]
     began: float
@@ -150,7 +149,6 @@ class CheckpointSaver:
         thread = threading.Thread(target=work, name="flame-save", daemon=True)
         self._running = _Save(
             state=state,
-            path=step_folder(self._folder, state.step),
             thread=thread,
             outcome=outcome,
             began=began,
@@ -183,11 +181,12 @@ class CheckpointSaver:
 
     def _finish(self, running: _Save) -> None:
         self._running = None
+        path = step_folder(self._folder, running.state.step)
         log.info(
             "saved %s in %.1f s, of which training stood still for %.2f s",
-            *(running.path, time.monotonic() - running.began, running.stalled_seconds),
+            *(path, time.monotonic() - running.began, running.stalled_seconds),
         )
-        self._publish(running.state, running.path)
+        self._publish(running.state, path)
 
     def _publish(self, state: TrainState, path: Path) -> None:
         self.latest = path

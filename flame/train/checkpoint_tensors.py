@@ -23,7 +23,6 @@ OPTIMIZER_PREFIX = "optimizer.state."
 TRAIN_STATE = "train_state"
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 _NUM_NAMED = 4
-_FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -109,7 +108,7 @@ def check_names_and_shapes(named: Mapping[str, Tensor], metadata: Metadata, wher
             "the checkpoint is of another model: their tensors have different names",
             where=where,
             got="; ".join(
-                f"{what} {_first_few(names)}"
+                f"{what} {first_few(names)}"
                 for what, names in (("absent from it", absent), ("unknown to the model", foreign))
                 if names
             ),
@@ -124,63 +123,9 @@ def check_names_and_shapes(named: Mapping[str, Tensor], metadata: Metadata, wher
         raise CheckpointError(
             "the checkpoint is of another model: their tensors have different shapes",
             where=where,
-            got=_first_few(other),
+            got=first_few(other),
             fix="Give the model.config (and the vocabulary) that the checkpoint was made with",
         )
-
-
-def foreign_keys(model: nn.Module, metadata: Metadata, where: Path) -> dict[str, str]:
-    """Return the key of each of the model's tensors in a DCP folder that another program wrote.
-
-    There a tied weight may stand under each of its names, and under one of ours only. Raises `CheckpointError` as
-    `check_names_and_shapes` does.
-    """
-    named = named_tensors(model)
-    tied = model.state_dict().keys() - named.keys()
-    stored = metadata.state_dict_metadata
-    prefix = "" if named.keys() <= stored.keys() else MODEL_PREFIX
-    if prefix:
-        kept = [key for key in stored if key.startswith(prefix) and key.removeprefix(prefix) not in tied]
-    else:
-        kept = [key for key in stored if key in named]
-    relevant = Metadata(state_dict_metadata={MODEL_PREFIX + key.removeprefix(prefix): stored[key] for key in kept})
-    check_names_and_shapes(named, relevant, where)
-    kinds = _stored_model(metadata, prefix)
-    other = [
-        f"{name} {str(kind).removeprefix('torch.')}"
-        for name, tensor in named.items()
-        if tensor.is_floating_point() and (kind := kinds[name].properties.dtype) not in _FLOATS
-    ]
-    if other:
-        raise CheckpointError(
-            "the weights are in a number format that no training can begin from",
-            where=where,
-            got=_first_few(other),
-            expected="float32, bfloat16 or float16",
-            fix="Convert them first: quantized weights are not what a model was trained as",
-        )
-    return {name: prefix + name for name in named}
-
-
-def refuse_untied(model: nn.Module, keys: Mapping[str, str], checkpoint: Path) -> None:
-    """Raise `CheckpointError` where the model ties two tensors that the checkpoint holds different numbers for.
-
-    `keys` are those of `foreign_keys`. Reads both, where both are there.
-    """
-    stored = StoredModel(checkpoint, prefix="")
-    first: dict[int, str] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        own = first.setdefault(id(tensor), name)
-        if own == name or own not in keys:
-            continue
-        alias = keys[own].removesuffix(own) + name
-        if alias in stored.tensors and not torch.equal(stored.read(keys[own]), stored.read(alias)):
-            raise CheckpointError(
-                "the configuration ties two tensors, and the weights hold different numbers for them",
-                where=checkpoint,
-                got=f"{own} and {name}",
-                fix='Set "tie_word_embeddings" to false in config.json if they are meant to differ',
-            )
 
 
 def read_metadata(checkpoint: Path) -> Metadata:
@@ -246,6 +191,7 @@ def _layer_order(name: str) -> list[tuple[int, str]]:
     return [(int(part) if part.isdigit() else -1, part) for part in name.split(".")]
 
 
-def _first_few(names: list[str]) -> str:
+def first_few(names: list[str]) -> str:
+    """Return a list for a message: the first four, and how many more there are."""
     more = f" and {len(names) - _NUM_NAMED} more" if len(names) > _NUM_NAMED else ""
     return ", ".join(names[:_NUM_NAMED]) + more

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from flame.errors import TokenizerError, TrainingError, UsageError
+from flame.files import read_json_object
 from flame.sampling.mixture import Mixture, mixture_of_corpora, open_mixture, read_mixture
 from flame.sampling.show import parse_override
 from flame.shards.manifest import TokenizerInfo
@@ -152,18 +152,8 @@ _PARTS_THAT_MAKE_IDS = ("added_tokens", "normalizer", "pre_tokenizer", "model")
 
 def same_tokenizer(one: Path, other: Path) -> bool:
     """Return whether two tokenizer.json give the same ids: padding, truncation and templates are not compared."""
-    parts = [_read_tokenizer(path) for path in (one, other)]
+    parts = [read_json_object(path, "the tokenizer", TokenizerError) for path in (one, other)]
     return all(_comparable(parts[0].get(name)) == _comparable(parts[1].get(name)) for name in _PARTS_THAT_MAKE_IDS)
-
-
-def _read_tokenizer(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise TokenizerError(f"the tokenizer is no JSON: {error}", where=path) from error
-    if not isinstance(value, dict):
-        raise TokenizerError("the tokenizer is no JSON object", where=path)
-    return value
 
 
 def _comparable(part: Any) -> Any:

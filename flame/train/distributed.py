@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -20,6 +19,8 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from flame.errors import TrainingError, UsageError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,8 +162,17 @@ def raise_together(error: Exception | None, world: World, what: str) -> None:
             raise TrainingError(f"{what} failed on rank {rank}: {reason}")
 
 
-def same_on_all_ranks(value: Any, world: World) -> bool:
-    """Return whether all ranks hold an equal (picklable) value."""
-    gathered: list[Any] = [None] * world.size
-    dist.all_gather_object(gathered, pickle.dumps(value), group=world.patient_group)
-    return all(other == gathered[0] for other in gathered)
+def on_main(what: str, act: Callable[[], T], world: World) -> T:
+    """Return on every rank what `act` returns on rank 0 (pickled; small); where it raises, every rank does.
+
+    `what` is being done, for the message of the other ranks.
+    """
+    result: T | None = None
+    error: Exception | None = None
+    if world.is_main:
+        try:
+            result = act()
+        except Exception as caught:
+            error = caught
+    raise_together(error, world, what)
+    return cast(T, broadcast_from_main(result, world))

@@ -12,9 +12,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from flame.errors import CheckpointError
-from flame.train.checkpoint_tensors import named_tensors
+from flame.train.checkpoint_tensors import first_few, named_tensors
 
-_NUM_NAMED = 4
+# In which a model is trained from, and exported.
 FORMATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Buffers that old versions of transformers wrote, and that every model now computes.
 _COMPUTED = (r"rotary_emb\.inv_freq$", r"\.attn\.masked_bias$")
@@ -59,9 +59,7 @@ def match_names(
             "the weights are of another model than the configuration",
             where=where,
             got="; ".join(
-                f"{what} {_first_few(some)}"
-                for what, some in (("missing", missing), ("unexpected", unexpected))
-                if some
+                f"{what} {first_few(some)}" for what, some in (("missing", missing), ("unexpected", unexpected)) if some
             ),
             fix="Give the weights the config.json that they were made with",
         )
@@ -85,9 +83,9 @@ def _check_kinds(kept: Mapping[str, Tensor], found: Mapping[str, tuple[torch.Siz
     ]
     if shapes:
         raise CheckpointError(
-            "the weights are of another model than the configuration: their tensors have other shapes",
+            "the weights are of another model than the configuration: their tensors have different shapes",
             where=where,
-            got=_first_few(shapes),
+            got=first_few(shapes),
             fix="Give the weights the config.json that they were made with",
         )
     kinds = [
@@ -99,12 +97,7 @@ def _check_kinds(kept: Mapping[str, Tensor], found: Mapping[str, tuple[torch.Siz
         raise CheckpointError(
             "the weights are in a number format that no training can begin from",
             where=where,
-            got=_first_few(kinds),
+            got=first_few(kinds),
             expected=", ".join(FORMATS),
             fix="Convert them first: quantized weights are not what a model was trained as",
         )
-
-
-def _first_few(names: list[str]) -> str:
-    more = f" and {len(names) - _NUM_NAMED} more" if len(names) > _NUM_NAMED else ""
-    return ", ".join(names[:_NUM_NAMED]) + more

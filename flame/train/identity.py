@@ -24,6 +24,7 @@ _NOT_ARCHITECTURE = frozenset(
 )
 _GIVE_BACK = "Give the run its own data back"
 _OR_ALLOW = "; to go on with other data on purpose, add --checkpoint.allow_data_change: it begins a new data segment"
+_TOKENIZER, _NO_SOURCE = "the tokenizer", "no such source"
 _NOT_ARCHITECTURE_PREFIXES = ("_", "fuse_", "use_l2warp")
 
 
@@ -98,62 +99,63 @@ def settle_data_identity(
 ) -> DataIdentity:
     """Return `current` with the number of its data segment: the saved one, or the next where the data changed.
 
-    Raises `CheckpointError` for changed data unless `allow_change`, and for another tokenizer always: the ids that the
-    model has learnt would mean other texts.
+    A checkpoint that names no data (a seed) fits any. Raises `CheckpointError` for changed data unless `allow_change`,
+    and for another tokenizer always: the ids that the model has learnt would mean other texts.
     """
-    if saved is None:
-        return current
-    try:
-        compare_data_identity(saved, current, extends=extends, where=where)
-    except CheckpointError as error:
-        if not allow_change or saved.tokenizer_fingerprint != current.tokenizer_fingerprint:
-            raise
-        log.warning(
-            "%s: a new data segment begins (was %s, is %s)", error.what.partition(": ")[2], error.expected, error.got
+    changed = None if saved is None else data_change(saved, current, extends=extends)
+    if saved is None or changed is None:
+        return replace(current, data_segment=0 if saved is None else saved.data_segment)
+    if not allow_change or changed.what == _TOKENIZER:
+        raise changed.refusal(where)
+    log.warning("%s changed: a new data segment begins (was %s, is %s)", changed.what, changed.saved, changed.current)
+    return replace(current, data_segment=saved.data_segment + 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataChange:
+    """What of the data differs between a run and a start that would resume it."""
+
+    what: str
+    saved: object
+    current: object
+
+    def refusal(self, where: Path | None) -> CheckpointError:
+        """Return the error that refuses the resume; `where` is the checkpoint."""
+        return CheckpointError(
+            f"the run cannot be resumed: {self.what} is not the run's",
+            where=where,
+            got=self.current,
+            expected=self.saved,
+            fix=_GIVE_BACK if self.what == _TOKENIZER else _GIVE_BACK + _OR_ALLOW,
         )
-        return replace(current, data_segment=saved.data_segment + 1)
-    return replace(current, data_segment=saved.data_segment)
 
 
-def compare_data_identity(
-    saved: DataIdentity | None, current: DataIdentity, *, extends: bool = False, where: Path | None = None
-) -> None:
-    """Raise `CheckpointError`, naming what changed, unless sample k is the same token for token.
+def data_change(saved: DataIdentity, current: DataIdentity, *, extends: bool = False) -> DataChange | None:
+    """Return the first thing that changed, None where sample k is the same token for token.
 
     `extends`: the current mixture's parent chain contains the saved one and differs only in stages that have not
-    begun (decided by `flame.sampling.mixture`). `where` is the checkpoint, for the message. A checkpoint that names no
-    data (a seed) fits any.
+    begun (decided by `flame.sampling.mixture`).
     """
-    if saved is None:
-        return
-    _compare("the tokenizer", saved.tokenizer_fingerprint, current.tokenizer_fingerprint, where, _GIVE_BACK)
-    _compare("window_len", saved.window_len, current.window_len, where)
-    _compare("the mixture's data_seed", saved.data_seed, current.data_seed, where)
+    for what, one, other in (
+        (_TOKENIZER, saved.tokenizer_fingerprint, current.tokenizer_fingerprint),
+        ("window_len", saved.window_len, current.window_len),
+        ("the mixture's data_seed", saved.data_seed, current.data_seed),
+    ):
+        if one != other:
+            return DataChange(what=what, saved=one, current=other)
     if saved.mixture_fingerprint == current.mixture_fingerprint or extends:
-        return
+        return None
     for name, fingerprint in saved.corpora.items():
         if fingerprint not in current.corpora.values():
-            _compare(f"the corpus of source {name!r}", fingerprint, current.corpora.get(name, "no such source"), where)
+            now = current.corpora.get(name, _NO_SOURCE)
+            return DataChange(what=f"the corpus of source {name!r}", saved=fingerprint, current=now)
     for name, fingerprint in current.corpora.items():
         if fingerprint not in saved.corpora.values():
-            _compare(f"the corpus of source {name!r}", "no such source", fingerprint, where)
-    _compare(
-        "the mixture (its weights, splits, stages or the order of its sources)",
-        saved.mixture_fingerprint,
-        current.mixture_fingerprint,
-        where,
-    )
-
-
-def _compare(what: str, saved: object, current: object, where: Path | None, fix: str = _GIVE_BACK + _OR_ALLOW) -> None:
-    if saved == current:
-        return
-    raise CheckpointError(
-        f"the run cannot be resumed: {what} is not the run's",
-        where=where,
-        got=current,
-        expected=saved,
-        fix=fix,
+            return DataChange(what=f"the corpus of source {name!r}", saved=_NO_SOURCE, current=fingerprint)
+    return DataChange(
+        what="the mixture (its weights, splits, stages or the order of its sources)",
+        saved=saved.mixture_fingerprint,
+        current=current.mixture_fingerprint,
     )
 
 

@@ -6,23 +6,22 @@ project that this one succeeds, whose keys are `model.<name>` or bare names.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
-from flame.errors import CheckpointError, FlameError, TrainingError, UsageError
+from flame.errors import CheckpointError, TrainingError, UsageError
+from flame.files import read_json_object
 from flame.train.checkpoint import load_checkpoint, load_foreign_weights
 from flame.train.checkpoint_files import COMPLETE, Choice, open_checkpoint
-from flame.train.checkpoint_tensors import MODEL_PREFIX, named_tensors, read_metadata
 from flame.train.data import TrainingData, same_tokenizer
-from flame.train.distributed import World, broadcast_from_main, raise_together
+from flame.train.distributed import World, on_main
 from flame.train.families import family_of
+from flame.train.foreign import open_foreign, stored_rows
 from flame.train.hf_weights import load_hf_weights
 from flame.train.log import log
 
@@ -46,16 +45,8 @@ class InitialWeights:
 
 def agree_on_initial(path: Path, world: World, *, weights_only: bool, fast_open: bool) -> InitialWeights:
     """Let rank 0 look what `checkpoint.initial_load_path` names and tell all ranks; all raise where it raises."""
-    found: InitialWeights | None = None
-    error: Exception | None = None
-    if world.is_main:
-        try:
-            found = find_initial(path, weights_only=weights_only, fast_open=fast_open)
-        except FlameError as caught:
-            error = caught
-    raise_together(error, world, "opening checkpoint.initial_load_path")
-    result: InitialWeights = broadcast_from_main(found, world)
-    return result
+    look = partial(find_initial, path, weights_only=weights_only, fast_open=fast_open)
+    return on_main("opening checkpoint.initial_load_path", look, world)
 
 
 def find_initial(path: Path, *, weights_only: bool, fast_open: bool) -> InitialWeights:
@@ -93,7 +84,7 @@ def _weights_only(path: Path) -> CheckpointError:
     )
 
 
-def load_initial_weights(initial: InitialWeights, model: nn.Module, world: World) -> None:
+def load_initial_weights(initial: InitialWeights, model: PreTrainedModel, world: World) -> None:
     """Fill a model that is spread over the ranks; not from Hugging Face's format, which is read before that."""
     if initial.choice is not None:
         load_checkpoint(initial.choice, model=model, optimizer=None, world=world)
@@ -104,13 +95,7 @@ def load_initial_weights(initial: InitialWeights, model: nn.Module, world: World
 
 def read_hugging_face(initial: InitialWeights, model: PreTrainedModel, world: World) -> None:
     """Fill the full model on rank 0, before it is spread. Every rank calls it."""
-    error: Exception | None = None
-    if world.is_main:
-        try:
-            load_hf_weights(model, initial.path)
-        except FlameError as caught:
-            error = caught
-    raise_together(error, world, f"reading {initial.path}")
+    on_main(f"reading {initial.path}", partial(load_hf_weights, model, initial.path), world)
 
 
 def read_config(hf_folder: Path | None) -> dict[str, Any] | None:
@@ -118,17 +103,7 @@ def read_config(hf_folder: Path | None) -> dict[str, Any] | None:
     path = None if hf_folder is None else hf_folder / CONFIG
     if path is None or not path.is_file():
         return None
-    return _read_object(path)
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise CheckpointError(f"a file that comes with the weights is no JSON: {error}", where=path) from error
-    if not isinstance(value, dict):
-        raise CheckpointError("a file that comes with the weights is no JSON object", where=path)
-    return value
+    return read_json_object(path, "the configuration that comes with the weights", CheckpointError)
 
 
 def embedding_rows_of(initial: InitialWeights, config: PretrainedConfig) -> int | None:
@@ -137,11 +112,7 @@ def embedding_rows_of(initial: InitialWeights, config: PretrainedConfig) -> int 
         return None
     with torch.device("meta"):
         model = family_of(config).construct(config, "sdpa")
-    stored = read_metadata(initial.path).state_dict_metadata
-    embedding = model.get_input_embeddings().weight
-    name = next(name for name, tensor in named_tensors(model).items() if tensor is embedding)
-    kinds = [stored[key] for key in (MODEL_PREFIX + name, name) if key in stored]
-    return int(kinds[0].size[0]) if kinds and isinstance(kinds[0], TensorStorageMetadata) else None
+    return stored_rows(open_foreign(initial.path, model), model)
 
 
 def take_generation_config(model: PreTrainedModel, hf_folder: Path | None) -> None:
@@ -153,7 +124,7 @@ def take_generation_config(model: PreTrainedModel, hf_folder: Path | None) -> No
 def read_generation_config(hf_folder: Path) -> GenerationConfig:
     """Return the generation settings of a folder that has some; `CheckpointError` where they cannot be understood."""
     path = hf_folder / GENERATION_CONFIG
-    _read_object(path)
+    read_json_object(path, "the generation configuration", CheckpointError)
     try:
         return GenerationConfig.from_pretrained(hf_folder, local_files_only=True)
     except Exception as error:  # transformers raises as its own code happens to fail

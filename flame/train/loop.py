@@ -93,18 +93,7 @@ def run_steps(run: Run, stop: StopRequest, began: float, log_elsewhere: Callable
         *(total_steps, f"{geometry.tokens_per_step:,}", world.size, geometry.micro_batch, geometry.accumulation),
         *(geometry.seq_len, run.warmup_steps),
     )
-    loader = StepLoader(
-        run.sampler,
-        run.data.splits,
-        geometry,
-        dp_rank=world.dp_rank,
-        consumed_samples=state.consumed_samples,
-        num_embeddings=run.num_embeddings,
-        device=world.device,
-        num_threads=training.num_workers,
-        prefetch_steps=max(1, training.num_workers) * training.prefetch_factor,
-    )
-    saver = _make_saver(run)
+    loader, saver = _make_loader(run), _make_saver(run)
     in_seconds = config.checkpoint.interval_type == "seconds"
     save_seconds = config.checkpoint.interval if in_seconds else math.inf
     offload = offloading(config.activation_offload.mode, world.device)
@@ -232,6 +221,22 @@ def run_steps(run: Run, stop: StopRequest, began: float, log_elsewhere: Callable
         return _end_early(run, stop, state, saver.latest)
     _finish(run, state, saver.latest)
     return 0
+
+
+def _make_loader(run: Run) -> StepLoader:
+    """Return what reads the run's steps, from the first that is still to come."""
+    training = run.config.training
+    return StepLoader(
+        run.sampler,
+        run.data.splits,
+        run.geometry,
+        dp_rank=run.world.dp_rank,
+        consumed_samples=run.state.consumed_samples,
+        num_embeddings=run.num_embeddings,
+        device=run.world.device,
+        num_threads=training.num_workers,
+        prefetch_steps=max(1, training.num_workers) * training.prefetch_factor,
+    )
 
 
 def _make_saver(run: Run) -> CheckpointSaver:

@@ -38,7 +38,7 @@ from flame.sampling.history import (
     read_starts,
 )
 from flame.sampling.mixture import Mixture
-from flame.train.distributed import World, broadcast_from_main, raise_together
+from flame.train.distributed import World, on_main, raise_together
 from flame.train.log import log
 
 State = Literal["running", "preempted", "finished", "failed"]
@@ -225,16 +225,14 @@ def _is_step_up_to(line: str, step: int) -> bool:
 
 def check_shared_folder(run: Path, world: World) -> None:
     """Raise on all ranks, naming the hosts, unless every rank sees the file that rank 0 writes into the run folder."""
-    nonce: Path | None = None
-    error: Exception | None = None
-    if world.is_main:
+
+    def write_nonce() -> Path:
         nonce = run / f".shared-{uuid.uuid4().hex}"
-        try:
-            write_text(nonce, socket.gethostname())
-        except (OSError, FlameError) as caught:
-            error = caught
-    raise_together(error, world, "writing into the run folder")
-    found: Path = broadcast_from_main(nonce, world)
+        write_text(nonce, socket.gethostname())
+        return nonce
+
+    found = on_main("writing into the run folder", write_nonce, world)
+    error: Exception | None = None
     if not found.is_file():
         error = TrainingError(
             "a rank does not see the run folder that rank 0 writes to",

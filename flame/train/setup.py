@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,7 +18,7 @@ from flame.train.checkpoint import DataSegment, TrainState, agree_on_checkpoint,
 from flame.train.checkpoint_files import Choice, abandon_later
 from flame.train.config import TrainConfig, flatten, to_toml
 from flame.train.data import TrainingData, check_tokenizer, open_training_data, open_validation_splits
-from flame.train.distributed import World, broadcast_from_main, raise_together
+from flame.train.distributed import World, on_main
 from flame.train.flops import ModelFlops, model_flops
 from flame.train.identity import DataIdentity, settle_data_identity
 from flame.train.initial import (
@@ -130,6 +131,9 @@ def prepare(config: TrainConfig, world: World, argv: Sequence[str]) -> Run:
     flops = model_flops(module.model, module.model.config)
     if flops is None:
         log.info("no formula for the operations of this kind of model: mfu is not logged")
+    open_folder = partial(
+        _open_run_folder, config, world, choice, state, geometry, data.mixture, identity, position, argv
+    )
     return Run(
         config=config,
         world=world,
@@ -145,7 +149,7 @@ def prepare(config: TrainConfig, world: World, argv: Sequence[str]) -> Run:
         hf_files=hf_files,
         state=state,
         latest=None if choice is None else choice.path,
-        segment=_open_run_folder(config, world, choice, state, geometry, data.mixture, identity, position, argv),
+        segment=on_main("opening the run folder", open_folder, world),
     )
 
 
@@ -230,43 +234,35 @@ def _open_run_folder(
     position: DataPosition,
     argv: Sequence[str],
 ) -> SegmentEntry:
-    """Write down this start in the run folder (rank 0), and put away what it takes back."""
+    """Write down this start in the run folder, and put away what it takes back (rank 0)."""
     folder = config.job.dump_folder
-    entry = SegmentEntry(number=0, run_id="")
-    error: Exception | None = None
-    try:
-        if world.is_main:
-            check_start(folder, flatten(config), resuming=choice is not None)
-            if choice is not None:
-                if choice.complete.identity is not None:  # not a seed, nor a converted model
-                    for name, (old, new) in changed_options(choice.path / "config.toml", flatten(config)).items():
-                        log.info("changed since the checkpoint: %s was %s, is %s", name, old, new)
-                abandon_later(config.checkpoint_folder, state.step)
-            abandon_metrics(folder, state.step)
-            write_config(folder, to_toml(config))
-            keep_mixture(folder, mixture)
-            entry = append_segment(
-                folder,
-                Segment(
-                    step=state.step,
-                    consumed_samples=state.consumed_samples,
-                    world_size=world.size,
-                    dp_size=world.dp_size,
-                    micro_batch=geometry.micro_batch,
-                    accumulation=geometry.accumulation,
-                    seq_len=geometry.seq_len,
-                    window_len=geometry.window_len,
-                    samples_per_step=geometry.samples_per_step,
-                    mixture_fingerprint=mixture.fingerprint,
-                    data_segment=identity.data_segment,
-                    data_seed=identity.segment_seed,
-                ),
-                argv,
-            )
-            latest = None if choice is None else choice.path
-            write_status(folder, "running", step=state.step, checkpoint=latest, data=position.to_json())
-    except Exception as caught:
-        error = caught
-    raise_together(error, world, "opening the run folder")
-    shared: SegmentEntry = broadcast_from_main(entry, world)
-    return shared
+    check_start(folder, flatten(config), resuming=choice is not None)
+    if choice is not None:
+        if choice.complete.identity is not None:  # not a seed, nor a converted model
+            for name, (old, new) in changed_options(choice.path / "config.toml", flatten(config)).items():
+                log.info("changed since the checkpoint: %s was %s, is %s", name, old, new)
+        abandon_later(config.checkpoint_folder, state.step)
+    abandon_metrics(folder, state.step)
+    write_config(folder, to_toml(config))
+    keep_mixture(folder, mixture)
+    entry = append_segment(
+        folder,
+        Segment(
+            step=state.step,
+            consumed_samples=state.consumed_samples,
+            world_size=world.size,
+            dp_size=world.dp_size,
+            micro_batch=geometry.micro_batch,
+            accumulation=geometry.accumulation,
+            seq_len=geometry.seq_len,
+            window_len=geometry.window_len,
+            samples_per_step=geometry.samples_per_step,
+            mixture_fingerprint=mixture.fingerprint,
+            data_segment=identity.data_segment,
+            data_seed=identity.segment_seed,
+        ),
+        argv,
+    )
+    latest = None if choice is None else choice.path
+    write_status(folder, "running", step=state.step, checkpoint=latest, data=position.to_json())
+    return entry

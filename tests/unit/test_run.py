@@ -12,7 +12,7 @@ import pytest
 from flame.errors import CheckpointError, TrainingError
 from flame.sampling.history import Segment
 from flame.sampling.mixture import mixture_of_corpora, read_mixture
-from flame.train.identity import DataIdentity, compare_data_identity, compare_model_config, settle_data_identity
+from flame.train.identity import DataIdentity, compare_model_config, settle_data_identity
 from flame.train.initial import read_config
 from flame.train.run import (
     abandon_metrics,
@@ -209,7 +209,7 @@ def changed(**changes: Any) -> DataIdentity:
 )
 def test_other_data_is_refused_by_name(current: DataIdentity, named: str) -> None:
     with pytest.raises(CheckpointError, match=named) as caught:
-        compare_data_identity(IDENTITY, current, where=Path("exp/a/checkpoint/step-5"))
+        settle_data_identity(IDENTITY, current, where=Path("exp/a/checkpoint/step-5"))
     tokenizer_changed = current.tokenizer_fingerprint != IDENTITY.tokenizer_fingerprint
     assert "step-5" in str(caught.value) and ("allow_data_change" in str(caught.value)) != tokenizer_changed
     if tokenizer_changed:
@@ -220,13 +220,13 @@ def test_other_data_is_refused_by_name(current: DataIdentity, named: str) -> Non
 
 
 def test_the_same_data_is_accepted() -> None:
-    compare_data_identity(IDENTITY, IDENTITY)
-    compare_data_identity(None, IDENTITY)
-    compare_data_identity(IDENTITY, changed(corpora={"internet": "sha256:w", "python": "sha256:c"}))
+    settle_data_identity(IDENTITY, IDENTITY)
+    settle_data_identity(None, IDENTITY)
+    settle_data_identity(IDENTITY, changed(corpora={"internet": "sha256:w", "python": "sha256:c"}))
     longer = changed(mixture_fingerprint="sha256:n", corpora={**IDENTITY.corpora, "math": "sha256:y"})
-    compare_data_identity(IDENTITY, longer, extends=True)
+    settle_data_identity(IDENTITY, longer, extends=True)
     with pytest.raises(CheckpointError, match="window_len"):
-        compare_data_identity(IDENTITY, changed(window_len=8), extends=True)
+        settle_data_identity(IDENTITY, changed(window_len=8), extends=True)
 
 
 def test_a_data_segment_goes_on_until_the_data_change() -> None:
