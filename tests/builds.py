@@ -21,7 +21,7 @@ from flame.preprocess.build import build
 from flame.preprocess.config import BuildOptions
 from flame.preprocess.executors import EXECUTORS
 from flame.preprocess.plan import Task
-from flame.preprocess.task import Progress
+from flame.preprocess.reports import Progress
 from flame.preprocess.workers import Loaded, Request, Settings
 from flame.shards.manifest import Manifest, read_manifest
 from flame.shards.reader import Corpus

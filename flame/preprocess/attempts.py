@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from flame.errors import FlameError
 from flame.preprocess.plan import Task
-from flame.preprocess.task import InHand, Progress
+from flame.preprocess.reports import InHand, Progress
 
 AS_USUAL, AGAIN, CAREFULLY = 1, 2, 3
 

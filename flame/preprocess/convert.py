@@ -6,7 +6,8 @@ import time
 
 from flame.errors import CorpusError
 from flame.files import exclusive_lock, remove_tree, sha256_of_json
-from flame.preprocess.build import summary, task_settings
+from flame.preprocess.build_plan import task_settings
+from flame.preprocess.build_seal import summary
 from flame.preprocess.convert_config import ConvertOptions
 from flame.preprocess.convert_task import ConvertSettings, DecodeRequest
 from flame.preprocess.executors import Executor

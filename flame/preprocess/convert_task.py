@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
 from flame.errors import InputError, TokenizerError
-from flame.files import named_disk_errors, write_json
-from flame.preprocess.blocks import INTERLEAVED_PIECES, BlockShuffler, Tokenized, interleave, write
-from flame.preprocess.folder import VAL_PARTS, receipt_path
+from flame.files import named_disk_errors
+from flame.preprocess.blocks import INTERLEAVED_PIECES, Tokenized, interleave
 from flame.preprocess.plan import Piece, Task
 from flame.preprocess.readers.formats import check_unchanged
 from flame.preprocess.rejects import Rejects
+from flame.preprocess.reports import Progress
 from flame.preprocess.sources.formats import SOURCES
 from flame.preprocess.sources.rows import TokenRows
-from flame.preprocess.task import Progress, TaskSettings, add_ends, hold_out, provenance_table
+from flame.preprocess.task_output import TaskOutput, provenance_table, write_receipt
+from flame.preprocess.task_settings import TaskSettings
 from flame.preprocess.texts import Documents, make_documents
+from flame.preprocess.tokenize import add_ends
 from flame.preprocess.workers import Loaded
 from flame.shards.tokenizer import text_can_give
-from flame.shards.writer import SplitWriter
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -116,45 +116,18 @@ def run_task(task: Task, settings: ConvertSettings, decoder: Decoder) -> Progres
 
     Cost: memory is bounded by a block of the shuffle, `INTERLEAVED_PIECES` batches, and the largest document.
     """
-    build = settings.build
     rejects = Rejects(on_error="fail")
-    train = SplitWriter(
-        build.corpus, "train", task=task.index, shard_tokens=build.shard_tokens, docs_schema=build.docs_schema
-    )
-    val = SplitWriter(
-        build.corpus / VAL_PARTS.parent,
-        VAL_PARTS.name,
-        task=task.index,
-        shard_tokens=build.shard_tokens,
-        docs_schema=build.val_schema,
-    )
-    try:
-        with named_disk_errors(build.corpus):
-            done = _write_documents(task, settings, decoder, rejects, train, val)
-            splits = {"train": train.finish(), VAL_PARTS.name: val.finish()}
-    except BaseException:
-        train.abort()
-        val.abort()
-        raise
-    receipt: dict[str, Any] = {
-        "task": task.index,
-        "plan": build.plan_digest,
-        "engine": settings.source,
-        "rejects": dict(sorted(rejects.counts.items())),
-        "repaired": dict(sorted(rejects.repaired.items())),
-        "splits": {name: [dataclasses.asdict(shard) for shard in shards] for name, shards in splits.items()},
-    }
-    write_json(receipt_path(build.corpus, task.index), receipt)
+    with TaskOutput(task.index, settings.build) as output, named_disk_errors(settings.build.corpus):
+        done = _write_documents(task, settings, decoder, rejects, output)
+        splits = output.finish()
+    write_receipt(task.index, settings.build, rejects, splits, engine=settings.source)
     return done
 
 
 def _write_documents(
-    task: Task, settings: ConvertSettings, decoder: Decoder, rejects: Rejects, train: SplitWriter, val: SplitWriter
+    task: Task, settings: ConvertSettings, decoder: Decoder, rejects: Rejects, output: TaskOutput
 ) -> Progress:
     build = settings.build
-    shuffler = BlockShuffler(
-        train, block_tokens=build.shuffle_block_tokens, key=f"block|{build.shuffle_seed}|{task.index}"
-    )
     num_documents = num_tokens = 0
     pieces = (_read_piece(piece, settings, decoder, rejects) for piece in task.pieces)
     for documents in interleave(pieces, 1 if build.shuffle_seed is None else INTERLEAVED_PIECES):
@@ -162,16 +135,8 @@ def _write_documents(
         tokens, lengths = add_ends(documents.ids, documents.lengths, bos_id=build.bos_id, eos_id=build.eos_id)
         num_documents, num_tokens = num_documents + len(lengths), num_tokens + len(tokens)
         docs = provenance_table(documents.path, documents.rows, documents.num_bytes, documents.kept)
-        kept = Tokenized(tokens=tokens, lengths=lengths, num_bytes=documents.num_bytes, docs=docs)
-        if build.val_fraction > 0:
-            kept = hold_out(kept, documents.texts, build.val_fraction, val)
-        if not build.provenance:
-            kept = dataclasses.replace(kept, docs=None)
-        if build.shuffle_seed is None:
-            write(train, kept)
-        else:
-            shuffler.append(kept)
-    shuffler.flush()
+        batch = Tokenized(tokens=tokens, lengths=lengths, num_bytes=documents.num_bytes, docs=docs)
+        output.append(batch, documents.texts)
     return Progress(input_bytes=task.num_bytes, num_documents=num_documents, num_tokens=num_tokens)
 
 

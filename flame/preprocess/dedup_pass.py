@@ -14,7 +14,9 @@ from flame.preprocess.plan import Task
 from flame.preprocess.plan_file import Plan
 from flame.preprocess.progress import BuildProgress, log
 from flame.preprocess.rejects import Rejects
-from flame.preprocess.task import Progress, TaskSettings, read_documents
+from flame.preprocess.reports import Progress
+from flame.preprocess.task import read_documents
+from flame.preprocess.task_settings import TaskSettings
 from flame.preprocess.workers import Loaded
 
 

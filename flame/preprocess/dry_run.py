@@ -15,7 +15,9 @@ from flame.preprocess.executors import Executor
 from flame.preprocess.folder import WORKERS_LOCK, read_receipt, receipt_path, shards_of
 from flame.preprocess.plan import LINE_FORMATS, STREAM_FORMATS, Piece, Task, random_order
 from flame.preprocess.plan_file import Plan
-from flame.preprocess.task import Progress, TaskSettings
+from flame.preprocess.reports import Progress
+from flame.preprocess.task import TokenizeSettings
+from flame.preprocess.task_settings import TaskSettings
 
 SAMPLE_PIECES = 16
 PIECE_BYTES = (2**16, 2**22)
@@ -68,7 +70,7 @@ def take_sample(
             raise _EnoughError
 
     with suppress(_EnoughError):
-        executor.run(tasks, settings, lock=settings.corpus / WORKERS_LOCK, report=report)
+        executor.run(tasks, TokenizeSettings(build=settings), lock=settings.corpus / WORKERS_LOCK, report=report)
     marks.append(clock())
     for task in reversed(tasks):
         receipt = read_receipt(settings.corpus, settings.plan_digest, task.index)

@@ -10,7 +10,7 @@ from typing import Protocol
 from flame.preprocess.local import LocalExecutor
 from flame.preprocess.plan import Task
 from flame.preprocess.ray_cluster import RayExecutor
-from flame.preprocess.task import Progress
+from flame.preprocess.reports import Progress
 from flame.preprocess.workers import Loaded, Request, Settings
 
 

@@ -19,7 +19,7 @@ from flame.errors import FlameError
 from flame.preprocess.attempts import Attempt
 from flame.preprocess.forks import exit_in_words
 from flame.preprocess.plan import Task
-from flame.preprocess.task import Progress
+from flame.preprocess.reports import Progress
 from flame.preprocess.workers import (
     ENVIRONMENT,
     Death,

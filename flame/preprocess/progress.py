@@ -8,7 +8,7 @@ from types import TracebackType
 
 from tqdm import tqdm
 
-from flame.preprocess.task import Progress
+from flame.preprocess.reports import Progress
 
 SECONDS_BETWEEN_LINES = 60
 

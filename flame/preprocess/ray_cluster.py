@@ -20,7 +20,8 @@ from flame.errors import FlameError, UsageError
 from flame.files import file_lock
 from flame.preprocess.local import LocalExecutor, WorkerTracebackError
 from flame.preprocess.plan import Task
-from flame.preprocess.task import Progress, TaskSettings
+from flame.preprocess.reports import Progress
+from flame.preprocess.task import TokenizeSettings
 from flame.preprocess.workers import ENVIRONMENT, Failure, Loaded, Request, Settings, failure_of
 
 MOST_TRIES = 3
@@ -94,7 +95,7 @@ class RayExecutor:
 
 
 def _claiming(settings: Settings) -> Settings:
-    if not isinstance(settings, TaskSettings):
+    if not isinstance(settings, TokenizeSettings):
         return settings  # what is done twice at once then does no harm
     return dataclasses.replace(settings, claims=True)
 

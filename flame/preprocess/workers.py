@@ -31,7 +31,7 @@ from flame.preprocess.forks import die_with_parent, in_a_fork
 
 if TYPE_CHECKING:
     from flame.preprocess.plan import Task
-    from flame.preprocess.task import Progress
+    from flame.preprocess.reports import Progress
 
 # One thread a process: the processes are the parallelism, and a fork must find no other thread (Arrow's allocator would
 # start one when it is imported).

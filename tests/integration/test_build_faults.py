@@ -13,7 +13,7 @@ from flame.errors import FlameError, InputError
 from flame.preprocess.attempts import Attempt
 from flame.preprocess.ceiling import ErrorCount
 from flame.preprocess.plan import Piece, Task
-from flame.preprocess.task import InHand, Progress
+from flame.preprocess.reports import InHand, Progress
 from tests.builds import build_here, run_build, same_corpus, some_texts, texts_of, write_jsonl, write_parquet
 from tests.engine_faults import dying_on
 from tests.tokenizers import write_tiny_tokenizer

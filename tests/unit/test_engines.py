@@ -222,7 +222,7 @@ def checks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Non
         if "battery" not in on:
             monkeypatch.setattr(engine_check, "battery", lambda _: [])
         if "compared" not in on:
-            monkeypatch.setattr("flame.preprocess.task.compared", lambda *_: np.zeros(0, dtype=np.int64))
+            monkeypatch.setattr("flame.preprocess.tokenize.compared", lambda *_: np.zeros(0, dtype=np.int64))
 
     return use
 

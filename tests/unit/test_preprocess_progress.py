@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from flame.preprocess import progress
-from flame.preprocess.task import Progress
+from flame.preprocess.reports import Progress
 
 
 def test_a_line_a_minute(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,8 +19,8 @@ from flame.preprocess.blocks import BlockShuffler, Tokenized, interleave
 from flame.preprocess.engines import ENGINES
 from flame.preprocess.holdout import HASH_TYPE, first_copies, held_out, text_hashes
 from flame.preprocess.rejects import MAX_SAMPLES, Rejects
-from flame.preprocess.task import add_ends
 from flame.preprocess.texts import make_documents, tokenizer_batches
+from flame.preprocess.tokenize import add_ends
 from flame.shards.writer import SplitWriter
 from tests.tokenizers import EOS
 

@@ -17,7 +17,7 @@ from flame.files import exclusive_lock, named_disk_errors, publish, remove_tree,
 from flame.preprocess.convert_config import ConvertOptions
 from flame.preprocess.exports.formats import EXPORTS, Export
 from flame.preprocess.progress import BuildProgress
-from flame.preprocess.task import Progress
+from flame.preprocess.reports import Progress
 from flame.shards.format import HEADER_BYTES, RESTORE, TOKEN_DTYPE, read_npy_length, tokens_path
 from flame.shards.manifest import ShardInfo
 from flame.shards.reader import Corpus, Split

@@ -1,0 +1,115 @@
+"""The end of a build: finished tasks are sealed unless too much was malformed, and what came of them is told."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from pathlib import Path
+
+from flame.errors import CorpusError
+from flame.files import exclusive_lock, remove_tree, sha256_of_json
+from flame.preprocess.array_job import missing_tasks
+from flame.preprocess.ceiling import ErrorCount, too_many_errors
+from flame.preprocess.config import BuildOptions
+from flame.preprocess.engines import ENGINES
+from flame.preprocess.folder import CLAIMS, LOCK, read_receipts, remove_strays
+from flame.preprocess.plan_file import Plan, no_workers, read_plan
+from flame.preprocess.ranges import stretches
+from flame.preprocess.seal import seal
+from flame.preprocess.task_settings import docs_schema
+from flame.preprocess.tokenizer import TokenizerSpec, read_tokenizer
+from flame.shards.format import MANIFEST, TOKENIZER_FOLDER
+from flame.shards.manifest import Manifest, read_manifest
+
+
+def seal_shares(options: BuildOptions) -> int:
+    """Seal what the processes of an array job built; returns the exit code. Only --output is needed."""
+    started = time.monotonic()
+    corpus = options.output
+    plan = read_plan(corpus)
+    if plan is None:
+        raise CorpusError(
+            "there is nothing to seal",
+            where=corpus,
+            expected="the folder in which flame-preprocess build --task_range has run",
+            fix="Check --output",
+        )
+    if (corpus / MANIFEST).is_file():
+        print(f"{corpus} is sealed already: nothing to do ({read_manifest(corpus).fingerprint})")
+        return 0
+    with exclusive_lock(corpus / LOCK, what="this corpus"), no_workers(corpus):
+        receipts = read_receipts(corpus, plan.digest)
+        error = missing_tasks(corpus, plan, receipts.keys(), options)
+        if error is not None:
+            raise error
+        remove_strays(corpus, receipts.values())
+        tokenizer = read_tokenizer(
+            corpus / TOKENIZER_FOLDER,
+            eos_token=plan.options["eos_token"],
+            bos=plan.options["bos"],
+            parse_special=plan.options["special_text"] == "parsed",
+        )
+        if tokenizer.info.fingerprint != plan.options["tokenizer"]:
+            raise CorpusError("the copied tokenizer is not the one of the plan", where=corpus / TOKENIZER_FOLDER)
+        engine = Counter(receipt["engine"] for receipt in receipts.values()).most_common(1)[0][0]
+        manifest = seal_build(options, plan, tokenizer, engine)
+        remove_tree(corpus / CLAIMS)
+    tokens = sum(split.num_tokens for split in manifest.splits.values())
+    print(summary(corpus, manifest, num_tokens=tokens, seconds=time.monotonic() - started))
+    return 0
+
+
+def seal_build(options: BuildOptions, plan: Plan, tokenizer: TokenizerSpec, engine: str) -> Manifest:
+    """Seal the corpus of finished tasks; returns its manifest. `engine` is the one that most of them used."""
+    receipts = read_receipts(options.output, plan.digest)
+    lacking = [task for task in range(plan.num_tasks) if task not in receipts]
+    if lacking:
+        raise CorpusError("finished tasks lost their files", where=options.output, got=f"tasks {stretches(lacking)}")
+    check_errors(options, plan, ErrorCount.of(receipts.values()))
+    return seal(
+        options.output,
+        receipts,
+        tokenizer=tokenizer.info,
+        held_out=plan.options["val_fraction"] > 0,
+        shard_tokens=plan.options["shard_tokens"],
+        docs_schema=docs_schema(plan.columns) if plan.options["provenance"] else None,
+        engine={
+            "name": engine,
+            "version": ENGINES[engine].version if ENGINES[engine].installed else "not installed where it was sealed",
+            "redone_tasks": sum(receipt.get("redone") is not None for receipt in receipts.values()),
+        },
+        options={**plan.options, "on_error": plan.on_error, "dataset": list(plan.dataset)},
+        inputs={
+            "num_files": len(plan.inputs),
+            "num_bytes": plan.input_bytes,
+            "digest": sha256_of_json(plan.inputs),
+        },
+    )
+
+
+def check_errors(options: BuildOptions, plan: Plan, count: ErrorCount, share_read: float = 1.0) -> None:
+    """Raise `InputError` if more documents are malformed than may be, whatever is still to be read."""
+    fraction = options.max_error_fraction
+    if fraction is None and plan.asked is not None:
+        fraction = plan.asked.get("max_error_fraction")  # what the shares of an array job were told
+    if fraction is not None and count.exceeds(fraction, share_read=share_read):
+        receipts = read_receipts(options.output, plan.digest).values()
+        raise too_many_errors(options.output, count, fraction, receipts)
+
+
+def summary(corpus: Path, manifest: Manifest, *, num_tokens: int, seconds: float) -> str:
+    """Return what was built, for people: documents in and out, rejects by reason, tokens, bytes, speed, folder."""
+    written = sum(split.num_documents for split in manifest.splits.values())
+    refused = sum(manifest.rejects.values())
+    lines = [f"built {corpus}", f"  documents  {written + refused:,} read, {written:,} written, {refused:,} refused"]
+    lines += [f"  refused    {number:,} {reason}" for reason, number in manifest.rejects.items()]
+    repaired = manifest.inputs["repaired"]
+    lines += [f"  repaired   {number:,} {reason}" for reason, number in repaired.items()]
+    for name, split in manifest.splits.items():
+        lines.append(
+            f"  {name:<10} {split.num_documents:,} documents, {split.num_tokens:,} tokens, "
+            f"{split.num_bytes:,} bytes of text, {len(split.shards)} shards"
+        )
+    lines.append(f"  speed      {num_tokens / max(seconds, 1e-9):,.0f} tokens/s ({seconds:.1f} s)")
+    lines.append(f"  corpus     {manifest.fingerprint}")
+    return "\n".join(lines)
