@@ -37,3 +37,8 @@ def write_tiny_tokenizer(folder: Path, *, vocab_size: int = 512, eos: str | None
         config["bos_token"] = bos
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder
+
+
+def eos_of(tokenizer: Path) -> int:
+    """The id of `EOS` in a tokenizer folder."""
+    return int(Tokenizer.from_file(str(tokenizer / "tokenizer.json")).token_to_id(EOS))
