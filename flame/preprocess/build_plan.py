@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from flame.preprocess.config import BuildOptions
 from flame.preprocess.inputs import FoundFile
 from flame.preprocess.plan import plan_tasks
 from flame.preprocess.plan_file import Plan, input_entry
+from flame.preprocess.readers.columns import Columns
 from flame.preprocess.scan import scan_inputs
 from flame.preprocess.task_settings import TaskSettings
 from flame.preprocess.tokenizer import TokenizerSpec
@@ -31,22 +33,12 @@ def make_plan(options: BuildOptions, found: Sequence[FoundFile], tokenizer: Toke
         on_error=options.on_error,
         where=options.condition,
     )
-    seed = options.seed if options.shuffled else None
-    tasks = plan_tasks(files, shard_tokens=options.shard_tokens, shuffle_seed=seed)
+    tasks = plan_tasks(files, shard_tokens=options.shard_tokens, shuffle_seed=options.shuffle_seed)
     return Plan(
         options={
-            "tokenizer": tokenizer.info.fingerprint,
-            "eos_token": tokenizer.eos_token,
-            "bos": tokenizer.info.bos,
-            "special_text": tokenizer.info.special_text,
+            **tokenizer.plan_options,
             "text_column": columns.text,
-            "keep_columns": {field.name: str(field.type) for field in columns.kept},
-            "provenance": options.provenance,
-            "shuffle": options.shuffled,
-            "seed": seed,
-            "shuffle_block_tokens": options.shuffle_block_tokens if options.shuffled else None,
-            "shard_tokens": options.shard_tokens,
-            "val_fraction": options.val_fraction,
+            **output_options(options, columns),
             "limit_documents": options.limit_documents,
             "limit_bytes": options.limit_bytes,
             "where": columns.where.text if columns.where is not None else None,
@@ -65,6 +57,19 @@ def make_plan(options: BuildOptions, found: Sequence[FoundFile], tokenizer: Toke
     )
 
 
+def output_options(options: BuildOptions, columns: Columns) -> dict[str, Any]:
+    """Return what decides how documents are written, by the names that plan.json gives it; conversions share it."""
+    return {
+        "keep_columns": {field.name: str(field.type) for field in columns.kept},
+        "provenance": options.provenance,
+        "shuffle": options.shuffled,
+        "seed": options.shuffle_seed,
+        "shuffle_block_tokens": options.shuffle_block_tokens if options.shuffled else None,
+        "shard_tokens": options.shard_tokens,
+        "val_fraction": options.val_fraction,
+    }
+
+
 def task_settings(options: BuildOptions, plan: Plan, tokenizer: TokenizerSpec) -> TaskSettings:
     """Return what every task is told."""
     return TaskSettings(
@@ -75,7 +80,7 @@ def task_settings(options: BuildOptions, plan: Plan, tokenizer: TokenizerSpec) -
         eos_id=tokenizer.info.eos_id,
         bos_id=tokenizer.info.bos_id,
         batch_size=options.batch_size,
-        shuffle_seed=options.seed if options.shuffled else None,
+        shuffle_seed=options.shuffle_seed,
         shuffle_block_tokens=options.shuffle_block_tokens,
         shard_tokens=options.shard_tokens,
         val_fraction=options.val_fraction,

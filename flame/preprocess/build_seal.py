@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 from flame.errors import CorpusError
-from flame.files import exclusive_lock, remove_tree, sha256_of_json
+from flame.files import exclusive_lock, remove_tree
 from flame.preprocess.array_job import missing_tasks
 from flame.preprocess.ceiling import ErrorCount, too_many_errors
 from flame.preprocess.config import BuildOptions
@@ -61,10 +62,7 @@ def seal_shares(options: BuildOptions) -> int:
 
 def seal_build(options: BuildOptions, plan: Plan, tokenizer: TokenizerSpec, engine: str) -> Manifest:
     """Seal the corpus of finished tasks; returns its manifest. `engine` is the one that most of them used."""
-    receipts = read_receipts(options.output, plan.digest)
-    lacking = [task for task in range(plan.num_tasks) if task not in receipts]
-    if lacking:
-        raise CorpusError("finished tasks lost their files", where=options.output, got=f"tasks {stretches(lacking)}")
+    receipts = finished_receipts(options.output, plan)
     check_errors(options, plan, ErrorCount.of(receipts.values()))
     return seal(
         options.output,
@@ -79,12 +77,17 @@ def seal_build(options: BuildOptions, plan: Plan, tokenizer: TokenizerSpec, engi
             "redone_tasks": sum(receipt.get("redone") is not None for receipt in receipts.values()),
         },
         options={**plan.options, "on_error": plan.on_error, "dataset": list(plan.dataset)},
-        inputs={
-            "num_files": len(plan.inputs),
-            "num_bytes": plan.input_bytes,
-            "digest": sha256_of_json(plan.inputs),
-        },
+        inputs=plan.inputs_in_short,
     )
+
+
+def finished_receipts(corpus: Path, plan: Plan) -> dict[int, dict[str, Any]]:
+    """Return the receipts of all tasks, by task; `CorpusError` where one lost its files since it was finished."""
+    receipts = read_receipts(corpus, plan.digest)
+    lacking = [task for task in range(plan.num_tasks) if task not in receipts]
+    if lacking:
+        raise CorpusError("finished tasks lost their files", where=corpus, got=f"tasks {stretches(lacking)}")
+    return receipts
 
 
 def check_errors(options: BuildOptions, plan: Plan, count: ErrorCount, share_read: float = 1.0) -> None:

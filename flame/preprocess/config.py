@@ -238,6 +238,11 @@ class BuildOptions:
         return self.shuffle and not self.no_shuffle
 
     @property
+    def shuffle_seed(self) -> int | None:
+        """The seed that the corpus depends on, None where its order is the input's."""
+        return self.seed if self.shuffled else None
+
+    @property
     def worker_count(self) -> int:
         return self.num_workers if self.num_workers is not None else len(os.sched_getaffinity(0))
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import time
 
-from flame.errors import CorpusError
-from flame.files import exclusive_lock, remove_tree, sha256_of_json
-from flame.preprocess.build_plan import task_settings
-from flame.preprocess.build_seal import summary
+from flame.files import exclusive_lock, remove_tree
+from flame.preprocess.build_plan import output_options, task_settings
+from flame.preprocess.build_seal import finished_receipts, summary
 from flame.preprocess.convert_config import ConvertOptions
 from flame.preprocess.convert_task import ConvertSettings, DecodeRequest
 from flame.preprocess.executors import Executor
@@ -78,24 +77,13 @@ def make_plan(options: ConvertOptions, tokenizer: TokenizerSpec) -> Plan:
     """Look at the token files and cut them into tasks."""
     assert options.from_ is not None and options.input is not None
     files, columns = SOURCES[options.from_].find(options.input, options.dataset_split, options.keep_columns)
-    build = options.build_options
-    seed = build.seed if build.shuffled else None
-    tasks = plan_tasks(files, shard_tokens=build.shard_tokens, shuffle_seed=seed)
+    tasks = plan_tasks(files, shard_tokens=options.shard_tokens, shuffle_seed=options.build_options.shuffle_seed)
     return Plan(
         options={
             "from": options.from_,
             "source_version": SOURCE_VERSION,
-            "tokenizer": tokenizer.info.fingerprint,
-            "eos_token": tokenizer.eos_token,
-            "bos": tokenizer.info.bos,
-            "special_text": tokenizer.info.special_text,
-            "keep_columns": {field.name: str(field.type) for field in columns.kept},
-            "provenance": build.provenance,
-            "shuffle": build.shuffled,
-            "seed": seed,
-            "shuffle_block_tokens": build.shuffle_block_tokens if build.shuffled else None,
-            "shard_tokens": build.shard_tokens,
-            "val_fraction": build.val_fraction,
+            **tokenizer.plan_options,
+            **output_options(options.build_options, columns),
         },
         inputs=[input_entry(file) for file in files],
         on_error="fail",
@@ -121,22 +109,14 @@ def _run_tasks(options: ConvertOptions, plan: Plan, settings: ConvertSettings, e
 
 
 def _seal(options: ConvertOptions, plan: Plan, settings: ConvertSettings, tokenizer: TokenizerSpec) -> Manifest:
-    receipts = read_receipts(options.output, plan.digest)
-    lacking = [task.index for task in plan.tasks if task.index not in receipts]
-    if lacking:
-        raise CorpusError("finished tasks lost their files", where=options.output, got=f"tasks {lacking[:5]}")
     return seal(
         options.output,
-        receipts,
+        finished_receipts(options.output, plan),
         tokenizer=tokenizer.info,
         held_out=options.val_fraction > 0,
         shard_tokens=options.shard_tokens,
         docs_schema=settings.build.docs_schema,
         engine={"name": options.from_, "version": SOURCE_VERSION, "redone_tasks": 0},
         options={**plan.options, "input": str(options.input), "dataset_split": options.dataset_split},
-        inputs={
-            "num_files": len(plan.inputs),
-            "num_bytes": plan.input_bytes,
-            "digest": sha256_of_json(plan.inputs),
-        },
+        inputs=plan.inputs_in_short,
     )

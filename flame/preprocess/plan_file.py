@@ -72,6 +72,15 @@ class Plan:
     def input_bytes(self) -> int:
         return sum(entry["size"] for entry in self.inputs)
 
+    @property
+    def inputs_in_short(self) -> dict[str, Any]:
+        """What the manifest keeps of the inputs: how many files and bytes, and what tells them from others."""
+        return {
+            "num_files": len(self.inputs),
+            "num_bytes": self.input_bytes,
+            "digest": sha256_of_json(self.inputs),
+        }
+
     def to_json(self) -> dict[str, Any]:
         """Return the object that plan.json holds."""
         return {

@@ -52,6 +52,16 @@ class TokenizerSpec:
     def parse_special(self) -> bool:
         return self.info.special_text == "parsed"
 
+    @property
+    def plan_options(self) -> dict[str, Any]:
+        """What of a tokenizer decides a corpus's bytes, by the names that plan.json gives it."""
+        return {
+            "tokenizer": self.info.fingerprint,
+            "eos_token": self.eos_token,
+            "bos": self.info.bos,
+            "special_text": self.info.special_text,
+        }
+
 
 def read_tokenizer(path: Path, *, eos_token: str | None, bos: str, parse_special: bool) -> TokenizerSpec:
     """Read a tokenizer folder, or a tokenizer.json, and settle its EOS and BOS.
@@ -94,7 +104,7 @@ def read_tokenizer(path: Path, *, eos_token: str | None, bos: str, parse_special
         eos_token=eos,
         bos_token=bos_token,
         info=TokenizerInfo(
-            fingerprint=tokenizer_fingerprint(content, **policies), vocab_size=len(vocabulary), **policies
+            fingerprint=tokenizer_fingerprint(tokenizer, **policies), vocab_size=len(vocabulary), **policies
         ),
         largest_id=max(vocabulary.values()),
     )

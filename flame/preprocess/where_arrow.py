@@ -50,6 +50,11 @@ def kind_of_type(kind: pa.DataType) -> str | None:
         return NUMBER
     if pa.types.is_boolean(kind):
         return BOOL
+    return STRING if is_string_type(kind) else None
+
+
+def is_string_type(kind: pa.DataType) -> bool:
+    """Whether a column of this type holds strings or bytes, in any of Arrow's layouts of them."""
     tests = (
         pa.types.is_string,
         pa.types.is_large_string,
@@ -58,7 +63,7 @@ def kind_of_type(kind: pa.DataType) -> str | None:
         pa.types.is_large_binary,
         pa.types.is_binary_view,
     )
-    return STRING if any(test(kind) for test in tests) else None
+    return any(test(kind) for test in tests)
 
 
 def kept_rows(where: Where, num_rows: int, column: Callable[[str], pa.Array]) -> NDArray[np.bool_]:

@@ -17,9 +17,8 @@ import pyarrow as pa
 from flame.errors import InputError
 from flame.preprocess.plan import COMPRESSION_RATIO, Piece
 from flame.preprocess.readers.columns import Columns
-from flame.preprocess.readers.rows import field_of, is_text_type, one_line, read_groups
+from flame.preprocess.readers.rows import field_of, is_text_type, one_line, opened, read_groups
 from flame.preprocess.rejects import Rejects
-from flame.preprocess.remote import RemoteError
 from flame.preprocess.storage import open_file
 from flame.preprocess.texts import Documents
 
@@ -194,13 +193,8 @@ class _Stretches(io.RawIOBase):
 
 def read_arrow(piece: Piece, columns: Columns, rejects: Rejects) -> Iterator[Documents]:
     """Yield the documents of the piece's record batches. Cost: memory grows with the largest record batch."""
-    try:
-        layout = read_layout(piece.path)
-    except RemoteError:
-        raise
-    except InputError as error:
-        what = f"{error.what}: {error.got}"
-        rejects.malformed("corrupt", what, path=piece.path, row=0, place=lambda: "the whole file")
+    layout = opened(read_layout, piece.path, rejects)
+    if layout is None:
         return
     names = columns.read_from(layout.schema, field_of)
 

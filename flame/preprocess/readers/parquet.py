@@ -10,9 +10,9 @@ import pyarrow.parquet as pq
 from flame.errors import InputError
 from flame.preprocess.plan import Piece
 from flame.preprocess.readers.columns import Columns
-from flame.preprocess.readers.rows import field_of, one_line, read_groups
+from flame.preprocess.readers.rows import field_of, one_line, opened, read_groups
 from flame.preprocess.rejects import Rejects
-from flame.preprocess.remote import READ_AHEAD_BYTES, RemoteError, is_remote
+from flame.preprocess.remote import READ_AHEAD_BYTES, is_remote
 from flame.preprocess.storage import open_file
 from flame.preprocess.texts import Documents
 from flame.preprocess.where_columns import group_may_match
@@ -51,13 +51,8 @@ def group_sizes(file: pq.ParquetFile, text_column: str) -> tuple[tuple[int, int]
 
 def read_parquet(piece: Piece, columns: Columns, rejects: Rejects) -> Iterator[Documents]:
     """Yield the documents of the piece's row groups; a damaged page or file is malformed input."""
-    try:
-        file = open_parquet(piece.path)
-    except RemoteError:
-        raise
-    except InputError as error:
-        what = f"{error.what}: {error.got}"
-        rejects.malformed("corrupt", what, path=piece.path, row=0, place=lambda: "the whole file")
+    file = opened(open_parquet, piece.path, rejects)
+    if file is None:
         return
     schema = file.schema_arrow
     wanted = columns.read_from(schema, field_of)

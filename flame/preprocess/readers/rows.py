@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from flame.errors import InputError
 from flame.preprocess.plan import Piece
 from flame.preprocess.readers.columns import Columns
 from flame.preprocess.rejects import Rejects
+from flame.preprocess.remote import RemoteError
 from flame.preprocess.texts import BATCH_BYTES, BATCH_DOCUMENTS, Documents, is_list_type, make_documents, utf8_texts
-from flame.preprocess.where_arrow import kept_rows
+from flame.preprocess.where_arrow import is_string_type, kept_rows
+
+T = TypeVar("T")
 
 
 def field_of(schema: pa.Schema, name: str) -> pa.Field | None:
@@ -39,16 +44,19 @@ def is_text_type(kind: pa.DataType) -> bool:
         return is_text_type(kind.value_type)
     if is_list_type(kind):
         return is_text_type(kind.value_type) and not is_list_type(kind.value_type)
-    tests = (
-        pa.types.is_string,
-        pa.types.is_large_string,
-        pa.types.is_string_view,
-        pa.types.is_binary,
-        pa.types.is_large_binary,
-        pa.types.is_binary_view,
-        pa.types.is_null,
-    )
-    return any(test(kind) for test in tests)
+    return is_string_type(kind) or pa.types.is_null(kind)
+
+
+def opened(open_whole: Callable[[str], T], path: str, rejects: Rejects) -> T | None:
+    """Return what `open_whole` makes of a file; a damaged one is malformed input, and None. Raises `RemoteError`."""
+    try:
+        return open_whole(path)
+    except RemoteError:
+        raise
+    except InputError as error:
+        what = f"{error.what}: {error.got}"
+        rejects.malformed("corrupt", what, path=path, row=0, place=lambda: "the whole file")
+        return None
 
 
 def read_groups(

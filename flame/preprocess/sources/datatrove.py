@@ -24,6 +24,7 @@ from flame.preprocess.sources.indexed import (
     Layout,
     TokenFile,
     find_files,
+    first_fall,
     map_file,
     mismatch,
     read_rows,
@@ -90,18 +91,15 @@ def check(tokens: Path, index: Path) -> None:
             fix=f"Move the {LOSS} files away if every token is to count in the loss",
         )
     ends = _open_index(index)
-    for start in range(0, len(ends), CHECKED_AT_ONCE):
-        part = ends[max(start - 1, 0) : start + CHECKED_AT_ONCE]
-        falls = np.flatnonzero(part[1:] < part[:-1])
-        if len(falls):
-            at = int(falls[0])
-            raise mismatch(
-                FORMAT,
-                f"{index}, document {max(start - 1, 0) + at + 1}",
-                got=f"an end at {part[at + 1]} tokens",
-                expected=f"{part[at]} or more, where the one before ends",
-                what="an index is damaged: a document ends before it begins",
-            )
+    document = first_fall(ends, CHECKED_AT_ONCE)
+    if document is not None:
+        raise mismatch(
+            FORMAT,
+            f"{index}, document {document}",
+            got=f"an end at {ends[document]} tokens",
+            expected=f"{ends[document - 1]} or more, where the one before ends",
+            what="an index is damaged: a document ends before it begins",
+        )
     _check_metadata(tokens, open_tokens(tokens, index))
 
 

@@ -191,6 +191,16 @@ def map_file(path: Path, dtype: np.dtype[np.integer], count: int, offset: int = 
     return np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=(count,))
 
 
+def first_fall(values: NDArray[np.integer], at_once: int = CHECKED_AT_ONCE) -> int | None:
+    """Return the first place that holds less than the one before it, None where there is none; reads in stretches."""
+    for start in range(0, len(values) - 1, at_once):
+        part = values[start : start + at_once + 1]
+        falls = np.flatnonzero(part[1:] < part[:-1])
+        if len(falls):
+            return start + int(falls[0]) + 1
+    return None
+
+
 def mismatch(layout_name: str, where: Path | str, *, got: object, expected: object, what: str) -> InputError:
     """Return the error for an index, or a token file, that is damaged, or for two that do not fit."""
     return InputError(

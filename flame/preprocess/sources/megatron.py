@@ -25,6 +25,7 @@ from flame.preprocess.sources.indexed import (
     Layout,
     TokenFile,
     find_files,
+    first_fall,
     map_file,
     mismatch,
     read_rows,
@@ -171,18 +172,15 @@ def _check_documents(documents: NDArray[np.integer], num_sequences: int, index: 
             expected=f"0 to {num_sequences}, the number of sequences",
             what="an index is damaged: its documents are not made of all sequences",
         )
-    for start in range(0, len(documents) - 1, CHECKED_AT_ONCE):
-        part = documents[start : start + CHECKED_AT_ONCE + 1]
-        falls = np.flatnonzero(part[1:] < part[:-1])
-        if len(falls):
-            at = int(falls[0])
-            raise mismatch(
-                FORMAT,
-                f"{index}, document {start + at}",
-                got=f"sequences {part[at]} to {part[at + 1]}",
-                expected="an end at or after the start",
-                what="an index is damaged: a document ends before it begins",
-            )
+    end = first_fall(documents, CHECKED_AT_ONCE)
+    if end is not None:
+        raise mismatch(
+            FORMAT,
+            f"{index}, document {end - 1}",
+            got=f"sequences {documents[end - 1]} to {documents[end]}",
+            expected="an end at or after the start",
+            what="an index is damaged: a document ends before it begins",
+        )
 
 
 LAYOUT = Layout(name=FORMAT, tokens=".bin", index=".idx", open=open_tokens, check=check)
