@@ -16,11 +16,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flame.preprocess.convert import convert
-from flame.preprocess.convert_config import ConvertOptions
 from flame.preprocess.sources.datatrove import LAYOUT as DATATROVE
 from flame.preprocess.sources.megatron import LAYOUT as MEGATRON
 from tests.builds import build_here, documents_of, environment, some_texts, write_parquet
+from tests.indexed import leave, run
 from tests.megatron_peer import Megatron
 from tests.tokenizers import EOS, write_tiny_tokenizer
 
@@ -50,14 +49,9 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def come(form: str, place: Path, output: Path, tok: Path, **options: Any) -> list[list[int]]:
-    chosen = {"no_shuffle": True, "num_workers": 1, **options}
-    assert convert(ConvertOptions(from_=form, input=place, tokenizer=tok, output=output, **chosen)) == 0
+def come(form: str, place: Path, output: Path, tok: Path) -> list[list[int]]:
+    run(form, place, output, tok)
     return documents_of(output)
-
-
-def leave(form: str, corpus: Path, output: Path, **options: Any) -> None:
-    assert convert(ConvertOptions(to=form, corpus=corpus, output=output, **options)) == 0
 
 
 # ---- megatron-core
