@@ -89,13 +89,12 @@ def run_build(
     dataset: Path | str, output: Path, tokenizer: Path, *, env: dict[str, str] | None = None, **options: Any
 ) -> subprocess.CompletedProcess[str]:
     """Run a build as a user does, in processes of its own."""
-    return subprocess.run(
-        command(dataset, output, tokenizer, **options),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=env or environment(),
-    )
+    return run_command(command(dataset, output, tokenizer, **options), env=env)
+
+
+def run_command(words: Sequence[str | Path], *, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end, and keep what it said."""
+    return subprocess.run(words, capture_output=True, text=True, timeout=120, env=env or environment())
 
 
 def files_of(corpus: Path) -> dict[str, bytes]:
@@ -136,6 +135,14 @@ def write_jsonl(path: Path, texts: Sequence[Any], *, end: str = "\n") -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes("".join(json.dumps({"text": text}) + end for text in texts).encode())
     return path
+
+
+def write_parts(folder: Path, num_parts: int, num_texts: int) -> None:
+    """Write `part-N` files of texts of their own, jsonl and parquet in turn."""
+    for part in range(num_parts):
+        write = write_parquet if part % 2 else write_jsonl
+        ending = "parquet" if part % 2 else "jsonl"
+        write(folder / f"part-{part}.{ending}", some_texts(num_texts, seed=part, longest=150))
 
 
 def write_parquet(path: Path, texts: Sequence[Any], *, rows_a_group: int = 100, **columns: Any) -> Path:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,6 @@ from tests.builds import (
     build_here,
     command,
     documents_of,
-    environment,
     rows_of,
     run_build,
     same_corpus,
@@ -30,6 +27,7 @@ from tests.builds import (
     write_jsonl,
     write_parquet,
 )
+from tests.processes import running, until
 from tests.tokenizers import write_tiny_tokenizer
 
 SCORES: list[float | None] = [0.95, 0.5, None, 0.91, 0.99, 0.2]
@@ -263,17 +261,10 @@ def test_killed_while_hashing_and_while_writing_it_makes_the_same_choice(work: P
     out = tmp_path / "out"
     moments = (HASHES / "task-00003.json", COPIES, Path("build/tasks/task-00002.json"))
     for moment in moments:
-        process = subprocess.Popen(
-            command(work / "raw", out, work / "tok", **CHOICE),
-            env=environment(),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        deadline = time.monotonic() + 60
-        while not (out / moment).exists() and process.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.001)
-        process.send_signal(signal.SIGKILL)
-        assert process.wait() == -signal.SIGKILL, f"the kill at {moment} came too late to show anything"
+        with running(command(work / "raw", out, work / "tok", **CHOICE)) as process:
+            assert until((out / moment).exists, process), f"the build ended before {moment} was seen"
+            process.kill()
+            assert process.wait() == -signal.SIGKILL, f"the kill at {moment} came too late to show anything"
         assert not (out / "manifest.json").exists()
     result = run_build(work / "raw", out, work / "tok", **CHOICE)
     assert result.returncode == 0, result.stderr

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import os
 import random
@@ -10,26 +9,23 @@ import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from flame.preprocess.folder import TASKS, WORKERS_LOCK
+from flame.preprocess.folder import WORKERS_LOCK
 from tests.builds import (
     build_here,
     command,
     environment,
     run_build,
     same_corpus,
-    some_texts,
-    write_jsonl,
-    write_parquet,
+    write_parts,
 )
+from tests.processes import SECONDS_TO_WAIT, processes_of, receipts, running, small_disk, until
 from tests.tokenizers import write_tiny_tokenizer
 
-SECONDS_TO_WAIT = 60
 OPTIONS = {"val_fraction": 0.05, "shard_tokens": 20_000, "shuffle_block_tokens": 30_000}
 
 
@@ -38,55 +34,14 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with inputs of some 3 MB, a tokenizer, and the corpus as one process makes it."""
     folder = tmp_path_factory.mktemp("processes")
     write_tiny_tokenizer(folder / "tok")
-    for part in range(6):
-        texts = some_texts(1200, seed=part, longest=150)
-        write = write_parquet if part % 2 else write_jsonl
-        write(folder / "raw" / f"part-{part}.{'parquet' if part % 2 else 'jsonl'}", texts)
+    write_parts(folder / "raw", 6, 1200)
     build_here(folder / "raw", folder / "expected", folder / "tok", **OPTIONS)
     assert len(list((folder / "expected/build/tasks").iterdir())) > 20
     return folder
 
 
-def until(condition: Callable[[], bool]) -> bool:
-    """Wait for a condition of the outside world; False if it does not come."""
-    deadline = time.monotonic() + SECONDS_TO_WAIT
-    while time.monotonic() < deadline:
-        if condition():
-            return True
-        time.sleep(0.002)
-    return False
-
-
-def processes_of(parent: int) -> list[int]:
-    """The loader and the workers that serve the builder `parent`, as the kernel lists them."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        with contextlib.suppress(OSError):
-            words = (entry / "cmdline").read_bytes().split(b"\0") if entry.name.isdigit() else []
-            if b"flame.preprocess.workers" in b" ".join(words) and str(parent).encode() in words:
-                found.append(int(entry.name))
-    return sorted(found)
-
-
-def receipts(corpus: Path) -> int:
-    return len(list((corpus / TASKS).glob("task-*.json")))
-
-
-@contextlib.contextmanager
-def running(work: Path, output: Path) -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen(
-        command(work / "raw", output, work / "tok", **OPTIONS),
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
+def build_command(work: Path, output: Path) -> list[str]:
+    return command(work / "raw", output, work / "tok", **OPTIONS)
 
 
 @pytest.mark.parametrize(("workers", "parallelism"), [(1, "true"), (4, "false")])
@@ -120,7 +75,7 @@ def test_killed_five_times_it_ends_as_if_undisturbed(work: Path, tmp_path: Path)
     output = tmp_path / "out"
     total = receipts(work / "expected")
     for kill in range(5):
-        with running(work, output) as process:
+        with running(build_command(work, output)) as process:
             wanted = min(receipts(output) + moments.randint(0, total // 10), total - 1)
             assert until(
                 lambda wanted=wanted, process=process: receipts(output) >= wanted or process.poll() is not None
@@ -140,7 +95,7 @@ def test_killed_five_times_it_ends_as_if_undisturbed(work: Path, tmp_path: Path)
 
 
 def test_another_worker_takes_up_what_a_killed_one_left(work: Path, tmp_path: Path) -> None:
-    with running(work, tmp_path / "out") as process:
+    with running(build_command(work, tmp_path / "out")) as process:
         assert until(lambda: receipts(tmp_path / "out") > 0)
         loader, *workers = processes_of(process.pid)
         assert len(workers) == 2
@@ -155,7 +110,7 @@ def test_another_worker_takes_up_what_a_killed_one_left(work: Path, tmp_path: Pa
 
 
 def test_the_death_of_the_loader_is_told_and_a_second_run_ends_well(work: Path, tmp_path: Path) -> None:
-    with running(work, tmp_path / "out") as process:
+    with running(build_command(work, tmp_path / "out")) as process:
         assert until(lambda: receipts(tmp_path / "out") > 0)
         os.kill(processes_of(process.pid)[0], signal.SIGKILL)
         _, errors = process.communicate(timeout=SECONDS_TO_WAIT)
@@ -169,7 +124,7 @@ def test_the_death_of_the_loader_is_told_and_a_second_run_ends_well(work: Path, 
 
 
 def test_ctrl_c_ends_all_processes_with_130(work: Path, tmp_path: Path) -> None:
-    with running(work, tmp_path / "out") as process:
+    with running(build_command(work, tmp_path / "out")) as process:
         assert until(lambda: receipts(tmp_path / "out") > 0)
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the workers as well
         _, errors = process.communicate(timeout=SECONDS_TO_WAIT)
@@ -180,9 +135,11 @@ def test_ctrl_c_ends_all_processes_with_130(work: Path, tmp_path: Path) -> None:
 
 
 def test_a_second_build_at_a_time_is_refused_and_disturbs_nothing(work: Path, tmp_path: Path) -> None:
-    with running(work, tmp_path / "out") as process:
+    with running(build_command(work, tmp_path / "out")) as process:
         assert until(lambda: receipts(tmp_path / "out") > 0)
+        process.send_signal(signal.SIGSTOP)  # it may not end before the second has begun
         second = run_build(work / "raw", tmp_path / "out", work / "tok", **OPTIONS)
+        process.send_signal(signal.SIGCONT)
         assert second.returncode == 1
         assert f"process {process.pid}" in second.stderr
         process.communicate(timeout=SECONDS_TO_WAIT)
@@ -195,7 +152,7 @@ def test_a_build_waits_for_the_workers_of_a_killed_one(work: Path, tmp_path: Pat
     lock.parent.mkdir(parents=True)
     with open(lock, "w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        with running(work, tmp_path / "out") as process:
+        with running(build_command(work, tmp_path / "out")) as process:
             assert until(lambda: processes_of(process.pid) != [])
             assert not (tmp_path / "out/build/plan.json").exists()
             fcntl.flock(held, fcntl.LOCK_UN)
@@ -230,31 +187,23 @@ def test_wrong_calls_are_2_and_help_is_quick_to_load(work: Path, tmp_path: Path)
     assert shown.stdout.endswith("False\n"), "what -h does not need is not imported"
 
 
-def test_a_disk_without_room_for_the_tokenizer_is_told(work: Path, small_disk: Path) -> None:
-    (small_disk / "filler").write_bytes(bytes(2**21 - 24 * 2**10))
-    result = run_build(work / "raw", small_disk / "out", work / "tok", **OPTIONS)
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    with small_disk(tmp_path / "disk", 2**21):
+        yield tmp_path / "disk"
+
+
+def test_a_disk_without_room_for_the_tokenizer_is_told(work: Path, disk: Path) -> None:
+    (disk / "filler").write_bytes(bytes(2**21 - 24 * 2**10))
+    result = run_build(work / "raw", disk / "out", work / "tok", **OPTIONS)
     assert result.returncode == 1
     told = result.stderr.splitlines()[-1]
-    assert told.startswith(f"flame-preprocess: no space left on the device (in {small_disk}/out"), told
+    assert told.startswith(f"flame-preprocess: no space left on the device (in {disk}/out"), told
     assert "bytes for this write" in told
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 2 MB; skips where this user may not mount one."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(folder)], capture_output=True)
-    if mounted.returncode != 0:
-        pytest.skip("mounting a tmpfs needs privileges")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", str(folder)], check=True)
-
-
-def test_a_full_disk_is_told_and_the_build_ends_well_once_there_is_room(work: Path, small_disk: Path) -> None:
-    output = small_disk / "out"
+def test_a_full_disk_is_told_and_the_build_ends_well_once_there_is_room(work: Path, disk: Path) -> None:
+    output = disk / "out"
     result = run_build(work / "raw", output, work / "tok", **OPTIONS)
     assert result.returncode == 1, result.stdout
     assert "no space left" in result.stderr
@@ -273,7 +222,7 @@ def test_a_full_disk_is_told_and_the_build_ends_well_once_there_is_room(work: Pa
     assert receipts(output) > 0, "what was finished before is kept"
     left = receipts(work / "expected") - receipts(output)
     assert left <= int(said[3]) <= left + 2, "a task may have ended while the error was told"
-    subprocess.run(["mount", "-o", "remount,size=32m", str(small_disk)], check=True)
+    subprocess.run(["mount", "-o", "remount,size=32m", str(disk)], check=True)
     result = run_build(work / "raw", output, work / "tok", **OPTIONS)
     assert result.returncode == 0, result.stderr
     assert same_corpus(output, work / "expected")

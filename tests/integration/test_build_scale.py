@@ -18,7 +18,7 @@ from flame.preprocess.build import build
 from flame.preprocess.claims import claimed
 from flame.preprocess.config import BuildOptions
 from flame.preprocess.executors import EXECUTORS
-from flame.preprocess.folder import CLAIMS, TASKS
+from flame.preprocess.folder import CLAIMS
 from flame.preprocess.ranges import TaskRange, parse_range, stretches, unfinished
 from tests.builds import (
     InlineExecutor,
@@ -29,13 +29,12 @@ from tests.builds import (
     same_corpus,
     some_texts,
     write_jsonl,
-    write_parquet,
+    write_parts,
 )
-from tests.integration.test_build_processes import processes_of, until
+from tests.processes import SECONDS_TO_WAIT, processes_of, receipts, until
 from tests.tokenizers import write_tiny_tokenizer
 
 OPTIONS = {"val_fraction": 0.05, "shard_tokens": 20_000, "shuffle_block_tokens": 30_000, "num_workers": 1}
-SECONDS_TO_WAIT = 120
 
 
 @pytest.fixture(scope="module")
@@ -43,10 +42,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with inputs, a tokenizer, and the corpus as one process makes it."""
     folder = tmp_path_factory.mktemp("scale")
     write_tiny_tokenizer(folder / "tok")
-    for part in range(4):
-        texts = some_texts(700, seed=part, longest=150)
-        write = write_parquet if part % 2 else write_jsonl
-        write(folder / "raw" / f"part-{part}.{'parquet' if part % 2 else 'jsonl'}", texts)
+    write_parts(folder / "raw", 4, 700)
     build_here(folder / "raw", folder / "expected", folder / "tok", **OPTIONS)
     return folder
 
@@ -79,10 +75,10 @@ def test_shares_at_once_in_any_order_and_a_killed_one_end_as_one_build_does(work
     assert "share 0/3 of" in said[1][0] and "share 0/3 of" in said[2][0]
     tokens = [int(output.split(" tokens written now")[0].split()[-1].replace(",", "")) for output, _ in said]
     assert tokens[0] > 0
-    finished = len(list((output / TASKS).iterdir()))
+    finished = receipts(output)
 
     last = share(work, output, "1/3")
-    assert until(lambda: len(list((output / TASKS).glob("*.json"))) > finished)
+    assert until(lambda: receipts(output) > finished)
     last.send_signal(signal.SIGKILL)
     last.communicate()
     assert until(lambda: not processes_of(last.pid))

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import json
 import os
 import signal
-import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +14,18 @@ import pytest
 from datasets import Dataset, DatasetDict
 from tokenizers import Tokenizer
 
-from flame.preprocess.folder import TASKS, WORKERS_LOCK
+from flame.preprocess.folder import WORKERS_LOCK
 from tests.builds import (
     build_here,
     documents_of,
-    environment,
     rows_of,
+    run_command,
     same_corpus,
     some_texts,
     texts_of,
     write_parquet,
 )
-from tests.integration.test_build_processes import SECONDS_TO_WAIT, until
+from tests.processes import SECONDS_TO_WAIT, processes_of, receipts, running, until
 from tests.tokenizers import write_tiny_tokenizer
 
 FILES = 24
@@ -47,18 +44,10 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     numbers = list(range(len(ids)))
     data = Dataset.from_dict({"input_ids": ids, "attention_mask": masks, "number": numbers})
     DatasetDict({"train": data}).save_to_disk(str(folder / "v0"), num_shards={"train": FILES})
-    result = subprocess.run(command(folder, folder / "expected", num_workers=1), **CAPTURED)
+    result = run_command(command(folder, folder / "expected", num_workers=1))
     assert result.returncode == 0, result.stderr
     assert receipts(folder / "expected") == FILES
     return folder
-
-
-CAPTURED: dict[str, Any] = {
-    "env": environment(),
-    "capture_output": True,
-    "text": True,
-    "timeout": 120,
-}
 
 
 def command(work: Path, output: Path, **options: Any) -> list[str]:
@@ -75,46 +64,11 @@ def command(work: Path, output: Path, **options: Any) -> list[str]:
     return [sys.executable, "-m", "flame.cli.preprocess", "convert", *words]
 
 
-def receipts(corpus: Path) -> int:
-    return len(list((corpus / TASKS).glob("task-*.json")))
-
-
-def workers_of(parent: int) -> list[int]:
-    """The workers of a conversion, children of its loader, as the kernel lists them."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        with contextlib.suppress(OSError):
-            words = (entry / "cmdline").read_bytes() if entry.name.isdigit() else b""
-            if b"flame.preprocess.workers" in words and str(parent).encode() in words.split(b"\0"):
-                status = (entry / "status").read_text()
-                if f"PPid:\t{parent}\n" not in status and "State:\tZ" not in status:
-                    found.append(int(entry.name))
-    return sorted(found)
-
-
-@contextlib.contextmanager
-def running(work: Path, output: Path) -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen(
-        command(work, output),
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        yield process
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # the workers too, should a test find that they do not die
-        process.communicate()
-
-
 def test_kept_in_order_it_is_the_stream_of_tokens_that_a_build_makes_of_the_text(work: Path, tmp_path: Path) -> None:
     build_here(work / "raw", tmp_path / "built", work / "tok", no_shuffle=True, val_fraction=0.05)
     output = tmp_path / "out"
     words = command(work, output, no_shuffle="true", keep_columns="number", shard_tokens=20_000)
-    result = subprocess.run(words, **CAPTURED)
+    result = run_command(words)
     assert result.returncode == 0, result.stderr
     for split in ("train", "val"):
         assert documents_of(output, split) == documents_of(tmp_path / "built", split)
@@ -126,19 +80,19 @@ def test_kept_in_order_it_is_the_stream_of_tokens_that_a_build_makes_of_the_text
 
 
 def test_what_reads_a_corpus_takes_it(work: Path, tmp_path: Path) -> None:
-    verified = subprocess.run([sys.executable, "-m", "flame.cli.preprocess", "verify", work / "expected"], **CAPTURED)
+    verified = run_command([sys.executable, "-m", "flame.cli.preprocess", "verify", work / "expected"])
     assert verified.returncode == 0, verified.stdout + verified.stderr
     shown = [sys.executable, "-m", "flame.cli.preprocess", "decode", work / "expected", "--document", "7", "--json"]
-    found = json.loads(subprocess.run(shown, **CAPTURED).stdout)
+    found = json.loads(run_command(shown).stdout)
     assert found["text"] in set(some_texts(4800, longest=150))
     assert found["num_bytes"] == len(found["text"].encode())
     mixed = [sys.executable, "-m", "flame.cli.mix", "create", "--source", f"web={work / 'expected'}:1"]
-    result = subprocess.run([*mixed, "--output", tmp_path / "mix.json"], **CAPTURED)
+    result = run_command([*mixed, "--output", tmp_path / "mix.json"])
     assert result.returncode == 0, result.stderr
 
 
 def test_two_workers_and_one_give_the_same_bytes(work: Path, tmp_path: Path) -> None:
-    result = subprocess.run(command(work, tmp_path / "out"), **CAPTURED)
+    result = run_command(command(work, tmp_path / "out"))
     assert result.returncode == 0, result.stderr
     assert same_corpus(tmp_path / "out", work / "expected")
 
@@ -146,49 +100,39 @@ def test_two_workers_and_one_give_the_same_bytes(work: Path, tmp_path: Path) -> 
 def test_killed_and_run_again_it_ends_as_if_undisturbed(work: Path, tmp_path: Path) -> None:
     output = tmp_path / "out"
     for wanted in (1, 6):
-        with running(work, output) as process:
+        with running(command(work, output)) as process:
             assert until(lambda wanted=wanted: receipts(output) >= wanted)
             os.kill(process.pid, signal.SIGKILL)
             process.communicate(timeout=SECONDS_TO_WAIT)  # their stderr is the workers' too
             assert process.returncode == -signal.SIGKILL
-        assert until(lambda process=process: not processes_in(process.pid)), "no worker outlives the command"
+        assert until(lambda process=process: not processes_of(process.pid)), "no worker outlives the command"
         assert not (output / "manifest.json").exists(), "the kill came too late to show anything"
-    result = subprocess.run(command(work, output), **CAPTURED)
+    result = run_command(command(work, output))
     assert result.returncode == 0, result.stderr
     assert "of them done before" in result.stderr
     assert same_corpus(output, work / "expected")
     assert not list(output.rglob("*.tmp"))
 
 
-def processes_in(session: int) -> list[int]:
-    """The workers that are left in a session, whoever their parent is now."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        with contextlib.suppress(OSError):
-            if entry.name.isdigit() and b"flame.preprocess.workers" in (entry / "cmdline").read_bytes():
-                found += [int(entry.name)] * (os.getsid(int(entry.name)) == session)
-    return found
-
-
 def test_another_worker_takes_up_what_a_killed_one_left(work: Path, tmp_path: Path) -> None:
-    with running(work, tmp_path / "out") as process:
+    with running(command(work, tmp_path / "out")) as process:
         assert until(lambda: receipts(tmp_path / "out") > 0)
-        os.kill(workers_of(process.pid)[-1], signal.SIGKILL)
+        os.kill(processes_of(process.pid)[-1], signal.SIGKILL)
         _, errors = process.communicate(timeout=SECONDS_TO_WAIT)
         assert process.returncode == 0, errors
         assert "a worker died in task" in errors and "Traceback" not in errors
-        assert not processes_in(process.pid)
+        assert not processes_of(process.pid)
     assert same_corpus(tmp_path / "out", work / "expected")
 
 
 def test_ctrl_c_ends_all_processes_with_130(work: Path, tmp_path: Path) -> None:
-    with running(work, tmp_path / "out") as process:
+    with running(command(work, tmp_path / "out")) as process:
         assert until(lambda: receipts(tmp_path / "out") > 0)
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the workers as well
         _, errors = process.communicate(timeout=SECONDS_TO_WAIT)
         assert process.returncode == 130, errors
         assert "Traceback" not in errors
-        assert not processes_in(process.pid)
+        assert not processes_of(process.pid)
     assert not (tmp_path / "out/manifest.json").exists()
 
 
@@ -199,10 +143,10 @@ def test_a_second_one_at_a_time_is_refused_and_one_waits_for_the_workers_of_a_ki
     lock.parent.mkdir(parents=True)
     with open(lock, "w") as held:
         fcntl.flock(held, fcntl.LOCK_SH)  # as a worker holds it
-        with running(work, tmp_path / "out") as process:
+        with running(command(work, tmp_path / "out")) as process:
             assert until(lambda: (tmp_path / "out/build/lock").exists())
             assert until(lambda: (tmp_path / "out/build/lock").read_text().startswith(f"{process.pid} on "))
-            second = subprocess.run(command(work, tmp_path / "out"), **CAPTURED)
+            second = run_command(command(work, tmp_path / "out"))
             assert second.returncode == 1
             assert f"process {process.pid}" in second.stderr
             assert not (tmp_path / "out/build/plan.json").exists()
@@ -215,7 +159,7 @@ def test_a_second_one_at_a_time_is_refused_and_one_waits_for_the_workers_of_a_ki
 def test_errors_of_workers_are_one_paragraph_with_exit_code_1(work: Path, tmp_path: Path) -> None:
     small = write_tiny_tokenizer(tmp_path / "small", vocab_size=300)
     words = command(work, tmp_path / "out", tokenizer=small)
-    result = subprocess.run(words, **CAPTURED)
+    result = run_command(words)
     assert result.returncode == 1
     assert "a token id is not one of the tokenizer's" in result.stderr and ".arrow, row " in result.stderr
     assert "Traceback" not in result.stderr

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from flame.preprocess.sources.datatrove import LAYOUT as DATATROVE
 from flame.preprocess.sources.megatron import LAYOUT as MEGATRON
-from tests.builds import build_here, documents_of, environment, some_texts, write_parquet
+from tests.builds import build_here, documents_of, run_command, some_texts, write_parquet
 from tests.indexed import leave, run
 from tests.megatron_peer import Megatron
 from tests.tokenizers import EOS, write_tiny_tokenizer
@@ -198,8 +198,7 @@ def test_datatrove_merges_our_files_with_its_own(work: Path, tmp_path: Path) -> 
 
 def test_the_command_goes_there_and_back(work: Path, tmp_path: Path) -> None:
     def command(*words: object) -> subprocess.CompletedProcess[str]:
-        program = [sys.executable, "-m", "flame.cli.preprocess", *map(str, words)]
-        return subprocess.run(program, capture_output=True, text=True, timeout=120, env=environment())
+        return run_command([sys.executable, "-m", "flame.cli.preprocess", *map(str, words)])
 
     there = ("convert", "--to", "megatron", "--corpus", work / "web", "--output", tmp_path / "out/web")
     result = command(*there)

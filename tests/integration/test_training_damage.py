@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from flame.train.__main__ import main
 from flame.train.checkpoint_files import find_damage
+from tests.processes import small_disk
 from tests.runs import PROJECT, arguments, losses_and_norms, make_training_folder, read_metrics, run_training
 
 pytestmark = pytest.mark.usefixtures("handlers_kept")
@@ -108,18 +108,6 @@ def test_with_every_checkpoint_damaged_a_run_does_not_start_over(
         assert paragraph.startswith("flame-train: ") and told in paragraph
     assert (run / "metrics.jsonl").read_bytes() == before
     assert sorted(path.name for path in (run / "checkpoint").iterdir()) == ["step-2", "step-4", "step-6"]
-
-
-@contextlib.contextmanager
-def small_disk(folder: Path, size_bytes: int) -> Iterator[None]:
-    folder.mkdir(parents=True)
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "tmpfs", str(folder)]
-    if subprocess.run(mount, capture_output=True, check=False).returncode != 0:
-        pytest.skip("mounting a tmpfs needs privileges")
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", str(folder)], check=True)
 
 
 def test_a_disk_with_room_for_one_checkpoint_and_a_half(folder: Path, straight: Path, tmp_path: Path) -> None:
