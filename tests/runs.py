@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -11,10 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
+import torch
 
+from flame.train.__main__ import main
+from flame.train.checkpoint_files import find_damage
+from flame.train.checkpoint_tensors import StoredModel
 from tests.corpora import make_corpus
 
 PROJECT = Path(__file__).resolve().parent.parent
+FLAME_TRAIN = ("flame.cli.train",)
+TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "flame.train")  # two ranks
 VOCABULARY = 423  # as many as the tests' tokenizer has
 LLAMA = {
     "model_type": "llama",
@@ -77,19 +85,63 @@ def arguments(folder: Path, run: Path, **options: Any) -> list[str]:
     return [f"--{name}={value}" for name, value in chosen.items()]
 
 
-def run_training(
-    argv: Sequence[str], *, ranks: int = 1, check: bool = True, faults: Mapping[str, str] | None = None
-) -> subprocess.CompletedProcess[str]:
-    """Run `flame-train` in fresh processes: one, or as many as `ranks` under our launcher; `faults`: see faults.py."""
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+def rank_environment(ranks: int, variables: Mapping[str, str] | None) -> dict[str, str]:
+    """The environment of a training of its own, whatever rank or logged run this process may belong to."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("RANK", "WORLD", "WANDB"))}
     environment |= {"NGPU": str(ranks), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(PROJECT)}
-    environment |= faults or {}
-    result = subprocess.run(
-        [sys.executable, "-m", "flame.cli.train", *argv], env=environment, capture_output=True, text=True, timeout=300
-    )
+    return environment | dict(variables or {})
+
+
+def start_training(
+    argv: Sequence[str],
+    *,
+    ranks: int = 1,
+    command: Sequence[str] = FLAME_TRAIN,
+    variables: Mapping[str, str] | None = None,
+) -> subprocess.Popen[str]:
+    """Start training in fresh processes: one, or as many as `ranks`; `variables` may be those of faults.py."""
+    words = [sys.executable, "-m", *command, *argv]
+    return subprocess.Popen(words, env=rank_environment(ranks, variables), stderr=subprocess.PIPE, text=True)
+
+
+def run_training(
+    argv: Sequence[str],
+    *,
+    ranks: int = 1,
+    command: Sequence[str] = FLAME_TRAIN,
+    check: bool = True,
+    variables: Mapping[str, str] | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """The same, to the end of the run."""
+    words = [sys.executable, "-m", *command, *argv]
+    environment = rank_environment(ranks, variables)
+    result = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300)
     if check and result.returncode != 0:
         raise AssertionError(f"flame-train exited {result.returncode}:\n{result.stderr[-4000:]}")
     return result
+
+
+def signal_at(process: subprocess.Popen[str], text: str, number: signal.Signals) -> str:
+    """Read a run's log to its end, and send a signal when a line holds `text`; returns the log."""
+    assert process.stderr is not None
+    lines = []
+    for line in process.stderr:
+        lines.append(line)
+        if text in line:
+            process.send_signal(number)
+    return "".join(lines)
+
+
+def refused(capsys: pytest.CaptureFixture[str], argv: Sequence[str], code: int, *told: str) -> None:
+    """Check that a run is refused with `code`, in one paragraph that tells all of `told`, before any step."""
+    capsys.readouterr()
+    assert main(argv) == code
+    error = capsys.readouterr().err
+    paragraph = error.strip().splitlines()[-1]
+    assert paragraph.startswith("flame-train: ")
+    for words in told:
+        assert words in paragraph
+    assert "Traceback" not in error and "loss" not in error.replace("loss: ", "")
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
@@ -97,8 +149,24 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
+def read_segments(run: Path) -> list[dict[str, Any]]:
+    """What a run noted at each of its starts."""
+    return [json.loads(line) for line in (run / "segments.jsonl").read_text().splitlines()]
+
+
 def losses_and_norms(run: Path) -> list[tuple[int, float, float]]:
     """(step, loss, gradient norm) of every logged step: what a resume must repeat to the last bit."""
     return [
         (line["step"], line["loss_metrics/global_avg_loss"], line["optimizer/grad_norm"]) for line in read_metrics(run)
     ]
+
+
+def tensors_of(checkpoint: Path, *prefixes: str) -> dict[str, torch.Tensor]:
+    """What an undamaged checkpoint holds, by name: weights and moments, or what has these prefixes."""
+    assert find_damage(checkpoint, check_bytes=True) is None
+    found = {}
+    for prefix in prefixes or ("model.", "optimizer.state."):
+        stored = StoredModel(checkpoint, prefix=prefix)
+        found |= {prefix + name: stored.read(name) for name in stored.tensors}
+    assert len(found) > 20
+    return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,16 @@ from flame.train import loop
 from flame.train.__main__ import main
 from flame.train.config import parse_train_config
 from tests.faults import in_ranks, note_samples, samples_trained, signal_before_step
-from tests.runs import arguments, losses_and_norms, make_training_folder, read_metrics, run_training
+from tests.runs import (
+    arguments,
+    losses_and_norms,
+    make_training_folder,
+    read_metrics,
+    read_segments,
+    run_training,
+    tensors_of,
+)
+from tests.tiny_states import differences
 
 STEPS = 6
 
@@ -48,10 +56,9 @@ def options(folder: Path, run: Path, **others: Any) -> list[str]:
     [
         (1, {"training__batch_size": 1, "training__gradient_accumulation_steps": 4}),
         (2, {"training__batch_size": 2}),
-        (2, {"training__batch_size": 1, "training__gradient_accumulation_steps": 2}),
         (2, {"training__batch_size": 2, "training__data_parallel_replicate_degree": 2}),
     ],
-    ids=["accumulation", "ranks", "ranks-and-accumulation", "replicas"],
+    ids=["accumulation", "ranks", "replicas"],
 )
 def test_ranks_and_accumulation_change_nothing(
     folder: Path, straight: Path, tmp_path: Path, ranks: int, others: dict[str, Any]
@@ -77,34 +84,11 @@ def test_ranks_and_accumulation_change_nothing(
         assert other == pytest.approx(one, rel=1e-6)
 
 
-def test_validation_before_any_update_is_bitwise_the_same_on_two_ranks(folder: Path, tmp_path: Path) -> None:
-    still = {"optimizer__lr": 0, "training__steps": 1}
-    assert main(options(folder, tmp_path / "one", **still)) == 0
-    run_training(options(folder, tmp_path / "two", **still, training__batch_size=1), ranks=2)
-    one, two = read_metrics(tmp_path / "one")[-1], read_metrics(tmp_path / "two")[-1]
-    assert one["validation/web/loss"] == two["validation/web/loss"]
-    assert one["validation/web/ppl"] == two["validation/web/ppl"] > 1
-
-
 def test_rows_without_document_masks(folder: Path, tmp_path: Path) -> None:
     plain = {"training__varlen": "false", "training__context_len": 128}
     assert main(options(folder, tmp_path / "run", **plain)) == 0
     losses = [loss for _, loss, _ in losses_and_norms(tmp_path / "run")]
     assert losses[-1] < losses[0]
-
-
-def test_a_resume_on_other_ranks_and_batches_goes_on_with_the_same_samples(
-    folder: Path, straight: Path, tmp_path: Path
-) -> None:
-    run = tmp_path / "run"
-    assert main(options(folder, run, checkpoint__interval=3)) == 0
-    again = options(folder, run, checkpoint__load_step=3, training__batch_size=1, training__seq_len=256)
-    run_training(again, ranks=2)
-    expected, found = losses_and_norms(straight), losses_and_norms(run)
-    assert [step for step, _, _ in found] == list(range(1, STEPS + 1))
-    for (_, loss, _), (_, other, _) in zip(expected, found, strict=True):
-        assert other == pytest.approx(loss, rel=1e-5)
-    assert read_metrics(run)[-1]["consumed_samples"] == read_metrics(straight)[-1]["consumed_samples"]
 
 
 def test_two_ranks_then_one_then_four_train_the_same_samples_in_the_same_order(
@@ -116,24 +100,24 @@ def test_two_ranks_then_one_then_four_train_the_same_samples_in_the_same_order(
     common = {"training__steps": steps, "validation__freq": steps}
 
     two = options(folder, run, **common, training__batch_size=1, training__gradient_accumulation_steps=2)
-    assert run_training(two, ranks=2, check=False, faults=in_ranks(tmp_path / "two", stop_before=4)).returncode == 75
+    assert run_training(two, ranks=2, check=False, variables=in_ranks(tmp_path / "two", stop_before=4)).returncode == 75
     with pytest.MonkeyPatch.context() as patch:
         note_samples(patch, tmp_path / "one.samples")
         signal_before_step(patch, 7, first_step=4)
         assert main(options(folder, run, **common, training__batch_size=2, training__seq_len=256)) == 75
     four = options(folder, run, **common, training__batch_size=1)
-    run_training(four, ranks=4, faults=in_ranks(tmp_path / "four"))
+    run_training(four, ranks=4, variables=in_ranks(tmp_path / "four"))
 
     notes = [*tmp_path.glob("two/*.samples"), tmp_path / "one.samples", *tmp_path.glob("four/*.samples")]
     assert len(notes) == 2 + 1 + 4 and sum(len(note.read_text().splitlines()) for note in notes) == 3 * len(notes)
     assert samples_trained(*notes) == [list(range(4 * step, 4 * step + 4)) for step in range(steps)]
-    segments = [json.loads(line) for line in (run / "segments.jsonl").read_text().splitlines()]
+    segments = read_segments(run)
     assert [(s["step"], s["world_size"], s["seq_len"]) for s in segments] == [(0, 2, 128), (3, 1, 256), (6, 4, 128)]
     for line, other in zip(read_metrics(straight), read_metrics(run), strict=True):
         for name in ("step", "consumed_samples", "consumed_tokens", "optimizer/lr", "tokens/web", "tokens/code"):
             assert line[name] == other[name], name
-        for name in ("loss_metrics/global_avg_loss", "optimizer/grad_norm"):
-            assert other[name] == pytest.approx(line[name], rel=1e-5 if "loss" in name else 1e-4), line["step"]
+        for name, most in (("loss_metrics/global_avg_loss", 1e-6), ("optimizer/grad_norm", 1e-5)):
+            assert other[name] == pytest.approx(line[name], rel=most if line["step"] > 1 else 1e-6), line["step"]
     (score, other_score) = (read_metrics(r)[-1]["validation/web/loss"] for r in (straight, run))
     assert other_score == pytest.approx(score, rel=1e-5)
 
@@ -181,48 +165,21 @@ def test_an_update_that_is_not_finite_is_skipped_and_counted(folder: Path, tmp_p
     lines = read_metrics(run)
     assert [line["optimizer/skipped_step"] for line in lines] == [0, 0, 1, 2, 2, 2]
     assert [line["optimizer/grad_norm"] is None for line in lines] == [False, False, True, True, False, False]
-    before, after = (weights_of(run / "checkpoint" / f"step-{step}") for step in (2, 4))
-    assert before.keys() == after.keys()
-    for name, tensor in before.items():
-        assert torch.equal(tensor, after[name]), name
-    changed = weights_of(run / "checkpoint" / "step-5")
-    assert any(not torch.equal(tensor, changed[name]) for name, tensor in before.items())
+    before, after = (tensors_of(run / "checkpoint" / f"step-{step}") for step in (2, 4))
+    assert differences(before, after) == []
+    assert differences(before, tensors_of(run / "checkpoint" / "step-5")) != []
 
 
 def test_one_rank_that_is_not_finite_makes_all_ranks_skip(folder: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     argv = arguments(folder, run, training__batch_size=1, training__steps=6, checkpoint__interval=1)
-    run_training([*argv, "--training.skip_nan_inf"], ranks=2, faults=in_ranks(tmp_path / "notes", not_finite=(3, 4)))
+    run_training([*argv, "--training.skip_nan_inf"], ranks=2, variables=in_ranks(tmp_path / "notes", not_finite=(3, 4)))
     lines = read_metrics(run)
     assert [line["optimizer/skipped_step"] for line in lines] == [0, 0, 1, 2, 2, 2]
     assert [line["loss_metrics/global_avg_loss"] is None for line in lines] == [step in (3, 4) for step in range(1, 7)]
-    before, after, later = (weights_of(run / "checkpoint" / f"step-{step}") for step in (2, 4, 5))
-    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items()), "weights and moments of both ranks"
-    assert not all(torch.equal(tensor, later[name]) for name, tensor in before.items())
-
-
-def weights_of(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a checkpoint but its train state: weights and moments."""
-    from torch.distributed.checkpoint import FileSystemReader
-    from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
-    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
-
-    tensors: dict[str, Any] = {}
-    _load_state_dict(
-        tensors, storage_reader=FileSystemReader(checkpoint), planner=_EmptyStateDictLoadPlanner(), no_dist=True
-    )
-    flat: dict[str, torch.Tensor] = {}
-
-    def walk(prefix: str, value: Any) -> None:
-        if isinstance(value, dict):
-            for name, item in value.items():
-                walk(f"{prefix}.{name}", item)
-        elif prefix != ".train_state" and isinstance(value, torch.Tensor):
-            flat[prefix] = value
-
-    walk("", tensors)
-    assert len(flat) > 20
-    return flat
+    before, after, later = (tensors_of(run / "checkpoint" / f"step-{step}") for step in (2, 4, 5))
+    assert differences(before, after) == [], "weights and moments of both ranks"
+    assert differences(before, later) != []
 
 
 def test_too_many_skips_in_a_row_stop_the_run(

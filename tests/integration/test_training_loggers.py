@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-import json
-import os
 import signal
 import struct
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.runs import PROJECT, arguments, make_training_folder, read_metrics
+from tests.runs import (
+    arguments,
+    make_training_folder,
+    read_metrics,
+    read_segments,
+    run_training,
+    signal_at,
+    start_training,
+)
 
 event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
 wandb_records = pytest.importorskip("wandb.proto.wandb_internal_pb2")
@@ -30,27 +34,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Path) -> Pa
     return make_training_folder(tmp_path_factory.mktemp("training"), tiny_tokenizer)
 
 
-def start(argv: list[str], *, ranks: int = 1, **variables: str) -> subprocess.Popen[str]:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("RANK", "WORLD", "WANDB"))}
-    environment |= {"NGPU": str(ranks), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(PROJECT)}
-    return subprocess.Popen(
-        [sys.executable, "-m", "flame.cli.train", *argv],
-        env=environment | variables,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
 def stop_at(argv: list[str], step: int, number: signal.Signals, **variables: str) -> None:
     """Go on with a run until a step is told, and send a signal then."""
-    with start(argv, **variables) as process:
-        assert process.stderr is not None
-        lines: list[str] = []
-        for line in process.stderr:
-            lines.append(line)
-            if f"step {step:>2}/{STEPS}" in line:
-                process.send_signal(number)
-        assert process.wait() == (75 if number == signal.SIGTERM else -number), "".join(lines)
+    with start_training(argv, variables=variables) as process:
+        log = signal_at(process, f"step {step:>2}/{STEPS}", number)
+        assert process.wait() == (75 if number == signal.SIGTERM else -number), log
 
 
 def records_of(path: Path) -> Iterator[Any]:
@@ -85,11 +73,9 @@ def test_a_run_that_is_killed_and_stopped_stays_one_run_with_each_step_once(fold
     argv = arguments(folder, run, training__steps=STEPS, **options)
     stop_at(argv, 14, signal.SIGKILL, WANDB_MODE="offline", WANDB_RUN_ID="mine")
     stop_at(argv, 30, signal.SIGTERM, WANDB_MODE="offline", WANDB_RUN_ID="another")
-    process = start(argv, WANDB_MODE="offline")
-    _, told = process.communicate(timeout=200)
-    assert process.returncode == 0, told
+    run_training(argv, variables={"WANDB_MODE": "offline"})
 
-    segments = [json.loads(line) for line in (run / "segments.jsonl").read_text().splitlines()]
+    segments = read_segments(run)
     assert [segment["run_id"] for segment in segments] == ["mine"] * 3
     logged = [(line["step"], line[LOSS]) for line in read_metrics(run)]
     assert [step for step, _ in logged] == list(range(1, STEPS + 1))
@@ -108,9 +94,8 @@ def test_a_logger_that_fails_does_not_stop_a_run_and_all_ranks_may_log(folder: P
     run = tmp_path / "run"
     options = {"metrics__enable_tensorboard": "true", "metrics__rank_0_only": "false", "metrics__enable_wandb": "true"}
     argv = arguments(folder, run, training__steps=3, checkpoint__enable_checkpoint="false", **options)
-    process = start(argv, ranks=2, WANDB_MODE="online", HOME=str(tmp_path))  # no API key
-    _, told = process.communicate(timeout=200)
-    assert process.returncode == 0, told
+    no_api_key = {"WANDB_MODE": "online", "HOME": str(tmp_path)}
+    told = run_training(argv, ranks=2, variables=no_api_key).stderr
     assert told.count("wandb could not be opened, training goes on without it: UsageError") == 1
     for rank in (0, 1):
         events = event_accumulator.EventAccumulator(str(run / "tb" / f"rank-{rank}")).Reload()

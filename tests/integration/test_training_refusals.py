@@ -6,23 +6,26 @@ import json
 import os
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from flame.files import exclusive_lock
 from flame.train.__main__ import main
+from flame.train.run import read_status
 from tests.corpora import make_corpus
 from tests.runs import (
     LLAMA,
-    PROJECT,
     VOCABULARY,
     arguments,
     losses_and_norms,
     make_training_folder,
     random_documents,
+    rank_environment,
+    refused,
 )
 
 
@@ -35,17 +38,6 @@ def original(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Path) -> 
 def folder(original: Path, tmp_path: Path) -> Path:
     """A copy that a test may damage."""
     return Path(shutil.copytree(original, tmp_path / "data"))
-
-
-def refused(capsys: pytest.CaptureFixture[str], argv: list[str], code: int, *told: str) -> None:
-    """Check that a call is refused with `code`, in one paragraph that tells all of `told`, before any step."""
-    assert main(argv) == code
-    error = capsys.readouterr().err
-    paragraph = error.strip().splitlines()[-1]
-    assert paragraph.startswith("flame-train: ")
-    for words in told:
-        assert words in paragraph
-    assert "Traceback" not in error and "loss" not in error.replace("loss: ", "")
 
 
 def test_wrong_calls(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -138,14 +130,12 @@ def test_a_finished_run_ends_at_once(folder: Path, tmp_path: Path) -> None:
     before = losses_and_norms(run)
     assert main(argv) == 0
     assert losses_and_norms(run) == before
-    assert json.loads((run / "status.json").read_text())["state"] == "finished"
+    assert read_status(run)["state"] == "finished"
 
 
 def test_a_second_run_in_the_folder_is_refused(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from flame.files import exclusive_lock
-
     run = tmp_path / "run"
     run.mkdir()
     with exclusive_lock(run / ".lock", what="this run"):
@@ -176,18 +166,14 @@ def test_a_disk_that_refuses_a_checkpoint(folder: Path, tmp_path: Path) -> None:
     largest = 40_000  # bytes a file: metrics fit, weights do not
 
     def limit() -> None:
-        import signal
-
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (largest, largest))
 
-    environment: dict[str, Any] = os.environ | {"PYTHONPATH": str(PROJECT), "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(
-        [sys.executable, "-m", "flame.train", *argv], env=environment, capture_output=True, text=True, preexec_fn=limit
-    )
+    words = [sys.executable, "-m", "flame.train", *argv]
+    result = subprocess.run(words, env=rank_environment(1, None), capture_output=True, text=True, preexec_fn=limit)
     assert result.returncode == 1
     assert "no space left" in result.stderr and "Traceback" not in result.stderr
     assert not list((run / "checkpoint").glob("step-*"))
-    told = json.loads((run / "status.json").read_text())
+    told = read_status(run)
     assert told["state"] == "failed" and "no space left" in told["reason"]
     assert main(argv) == 0, "it goes on once there is room"
