@@ -15,8 +15,17 @@ import pytest
 
 from flame.train.__main__ import main
 from flame.train.checkpoint_files import find_damage
+from flame.train.run import read_status
 from tests.processes import small_disk
-from tests.runs import PROJECT, arguments, losses_and_norms, make_training_folder, read_metrics, run_training
+from tests.runs import (
+    PROJECT,
+    arguments,
+    losses_and_norms,
+    make_training_folder,
+    read_metrics,
+    read_segments,
+    run_training,
+)
 
 pytestmark = pytest.mark.usefixtures("handlers_kept")
 OPTIONS = {"training__steps": 6, "checkpoint__interval": 2}
@@ -31,12 +40,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Path) -> Pa
 def straight(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Six steps, and the checkpoints of steps 2, 4 and 6."""
     run = tmp_path_factory.mktemp("runs") / "straight"
-    run_training(arguments(folder, run, **OPTIONS))
+    assert main(arguments(folder, run, **OPTIONS)) == 0
     return run
 
 
 def run_id(run: Path) -> set[str]:
-    return {json.loads(line)["run_id"] for line in (run / "segments.jsonl").read_text().splitlines()}
+    return {segment["run_id"] for segment in read_segments(run)}
 
 
 def test_killed_within_a_save_it_goes_on_from_the_one_before(folder: Path, straight: Path, tmp_path: Path) -> None:
@@ -47,7 +56,7 @@ def test_killed_within_a_save_it_goes_on_from_the_one_before(folder: Path, strai
     assert result.returncode == -signal.SIGKILL
     assert sorted(path.name for path in (run / "checkpoint").iterdir()) == ["step-2", "step-4.tmp"]
     assert [line["step"] for line in read_metrics(run)] == [1, 2, 3, 4]
-    assert json.loads((run / "status.json").read_text())["checkpoint"] == "checkpoint/step-2"
+    assert read_status(run)["checkpoint"] == "checkpoint/step-2"
     before = run_id(run)
     assert main(argv) == 0
     assert losses_and_norms(run) == losses_and_norms(straight), "each step once, and as if nothing had happened"
@@ -119,7 +128,7 @@ def test_a_disk_with_room_for_one_checkpoint_and_a_half(folder: Path, straight: 
         assert result.returncode == 1, result.stderr[-2000:]
         assert "no space left on the device" in result.stderr and "step-4" in result.stderr
         assert "Traceback" not in result.stderr
-        told = json.loads((run / "status.json").read_text())
+        told = read_status(run)
         assert (told["state"], told["checkpoint"]) == ("failed", "checkpoint/step-2")
         assert "no space left" in told["reason"]
         assert [path.name for path in (run / "checkpoint").iterdir()] == ["step-2"]
