@@ -83,14 +83,15 @@ def install(plan_json: str) -> None:
 
 
 def note_samples(patch: pytest.MonkeyPatch, path: Path) -> None:
-    """Append a line for every step that this rank trains: what the run has then consumed, and this rank's samples."""
+    """Append a line for every step that this rank trains: samples consumed by then, its own, and ids by micro-step."""
     from flame.train import loop
 
     backward = loop._backward
 
     def noted(module: Any, batch: Any, *others: Any) -> Any:
+        ids = [micro.input_ids.flatten().tolist() for micro in batch.micro_batches]
         with open(path, "a") as file:
-            file.write(json.dumps([batch.consumed_samples, batch.samples.tolist()]) + "\n")
+            file.write(json.dumps([batch.consumed_samples, batch.samples.tolist(), ids]) + "\n")
         return backward(module, batch, *others)
 
     patch.setattr(loop, "_backward", noted)
@@ -142,6 +143,11 @@ def samples_trained(*paths: Path) -> list[list[int]]:
     steps: dict[int, list[int]] = {}
     for path in paths:
         for line in path.read_text().splitlines():
-            consumed, samples = json.loads(line)
+            consumed, samples, _ = json.loads(line)
             steps.setdefault(consumed, []).extend(samples)
     return [sorted(steps[consumed]) for consumed in sorted(steps)]
+
+
+def ids_trained(path: Path) -> list[list[list[int]]]:
+    """The token ids of each micro-step of each step in a rank's file, in order."""
+    return [json.loads(line)[2] for line in path.read_text().splitlines()]
