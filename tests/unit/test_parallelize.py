@@ -25,6 +25,12 @@ from tests.unit.test_model import CPU, build, build_model, make_config, packed_b
 
 # Two micro-batches with 36 and 13 labels.
 BATCHES = ([7, 1, 20, 12], [3, 11, 1])
+# Model type, tied embeddings, (replicas, shards), and what is gathered again after forward.
+WAYS: dict[str, tuple[str, bool, tuple[int, int], str]] = {
+    "shards": ("llama", False, (1, 2), "default"),
+    "tied-replicas": ("llama", True, (2, 1), "never"),
+    "tied-shards-of-fla": ("transformer", True, (1, 2), "always"),
+}
 
 
 @contextlib.contextmanager
@@ -52,24 +58,30 @@ def sharded_module(model_type: str, tied: bool, rank: int, shape: tuple[int, int
     return module
 
 
-def rank_of_two(rank: int, folder: Path, model_type: str, tied: bool, shape: tuple[int, int], reshard: str) -> None:
-    """One of two ranks: builds, shards, trains on its own micro-batch, and leaves what came out in a file."""
+def rank_of_two(rank: int, folder: Path) -> None:
+    """One of two ranks: builds, shards, trains on its own micro-batch, and leaves what came out in a file, each way."""
     torch.set_num_threads(1)
     with process_group(rank, 2, folder / "store"):
-        module = sharded_module(model_type, tied, rank, shape, reshard_after_forward=reshard)
-        parameters = dict(module.named_parameters())
-        for parameter in parameters.values():
-            assert isinstance(parameter, DTensor) and parameter.dtype == torch.float32
-        assert module.model.base_model.norm.weight._no_weight_decay
-        assert (module.model.lm_head.weight is module.model.get_input_embeddings().weight) == tied
-        weights = {name: parameter.detach().full_tensor() for name, parameter in parameters.items()}
-        buffers = dict(module.named_buffers())
-        loss, num_labels = module(**packed_batch(BATCHES[rank]))
-        loss.backward()
-        gradients = {name: parameter.grad.full_tensor() for name, parameter in parameters.items()}
-        sums = torch.tensor([loss.detach(), num_labels])
-        dist.all_reduce(sums)
-        torch.save((weights, buffers, gradients, sums), folder / f"rank-{rank}.pt")
+        for name, way in WAYS.items():
+            torch.save(sharded_step(rank, *way), folder / f"{name}-{rank}.pt")
+
+
+def sharded_step(rank: int, model_type: str, tied: bool, shape: tuple[int, int], reshard: str) -> tuple[Any, ...]:
+    """Weights, buffers and gradients by name, all whole, and the ranks' sum of losses and labels."""
+    module = sharded_module(model_type, tied, rank, shape, reshard_after_forward=reshard)
+    parameters = dict(module.named_parameters())
+    for parameter in parameters.values():
+        assert isinstance(parameter, DTensor) and parameter.dtype == torch.float32
+    assert module.model.base_model.norm.weight._no_weight_decay
+    assert (module.model.lm_head.weight is module.model.get_input_embeddings().weight) == tied
+    weights = {name: parameter.detach().full_tensor() for name, parameter in parameters.items()}
+    buffers = dict(module.named_buffers())
+    loss, num_labels = module(**packed_batch(BATCHES[rank]))
+    loss.backward()
+    gradients = {name: parameter.grad.full_tensor() for name, parameter in parameters.items()}
+    sums = torch.tensor([loss.detach(), num_labels])
+    dist.all_reduce(sums)
+    return weights, buffers, gradients, sums
 
 
 def unsharded(model_type: str, tied: bool) -> tuple[CausalLMLoss, dict[str, Tensor], Tensor]:
@@ -82,21 +94,20 @@ def unsharded(model_type: str, tied: bool) -> tuple[CausalLMLoss, dict[str, Tens
     return module, {name: parameter.grad for name, parameter in module.named_parameters()}, sums
 
 
-@pytest.mark.parametrize(
-    ("model_type", "tied", "shape", "reshard"),
-    [
-        ("llama", False, (1, 2), "default"),
-        ("llama", True, (2, 1), "never"),
-        ("transformer", True, (1, 2), "always"),
-    ],
-)
-def test_two_ranks_hold_the_weights_and_sum_the_gradients_of_one(
-    tmp_path: Path, model_type: str, tied: bool, shape: tuple[int, int], reshard: str
-) -> None:
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What two ranks left: they start once for all the ways."""
+    folder = tmp_path_factory.mktemp("ranks")
+    mp.spawn(rank_of_two, (folder,), nprocs=2)
+    return folder
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_two_ranks_hold_the_weights_and_sum_the_gradients_of_one(two_ranks: Path, way: str) -> None:
+    model_type, tied, _, _ = WAYS[way]
     module, expected_gradients, expected_sums = unsharded(model_type, tied)
-    mp.spawn(rank_of_two, (tmp_path, model_type, tied, shape, reshard), nprocs=2)
     for rank in (0, 1):
-        weights, buffers, gradients, sums = torch.load(tmp_path / f"rank-{rank}.pt")
+        weights, buffers, gradients, sums = torch.load(two_ranks / f"{way}-{rank}.pt")
         for name, parameter in module.named_parameters():
             assert torch.equal(weights[name], parameter), name
         for name, buffer in module.named_buffers():
