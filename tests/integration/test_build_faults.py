@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from flame.errors import FlameError, InputError
+from flame.preprocess import build
 from flame.preprocess.attempts import Attempt
 from flame.preprocess.ceiling import ErrorCount
 from flame.preprocess.plan import Piece, Task
@@ -168,8 +169,6 @@ def test_errors_are_too_many_as_soon_as_that_is_sure() -> None:
 def test_an_input_that_is_gone_or_another_than_planned_is_named(
     tmp_path: Path, kind: str, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from flame.preprocess import build
-
     write_tiny_tokenizer(tmp_path / "tok")
     path = (write_parquet if kind == "parquet" else write_jsonl)(tmp_path / f"raw.{kind}", some_texts(50))
     make_plan = build.make_plan

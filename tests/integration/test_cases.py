@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -20,6 +21,8 @@ from transformers import AutoModelForCausalLM
 from flame.cli.mix import main as flame_mix
 from flame.cli.preprocess import main as flame_preprocess
 from flame.errors import CorpusError
+from flame.preprocess.convert import convert
+from flame.preprocess.convert_config import ConvertOptions
 from flame.preprocess.engines import ENGINES
 from flame.preprocess.executors import EXECUTORS
 from flame.sampling.packing import pack
@@ -162,10 +165,6 @@ def test_the_order_that_files_were_made_in_and_the_number_of_workers_change_no_b
 
 
 def test_a_conversion_into_a_folder_of_another_is_refused(tmp_path: Path, tiny_tokenizer: Path) -> None:
-    datasets = pytest.importorskip("datasets")
-    from flame.preprocess.convert import convert
-    from flame.preprocess.convert_config import ConvertOptions
-
     datasets.disable_progress_bars()
     data = datasets.Dataset.from_dict({"input_ids": [[70 + number, 71] for number in range(60)]})
     for name, shards in (("two", 2), ("one", 1)):

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from flame.errors import UsageError
+from flame.train.__main__ import main
 from flame.train.activations import checkpoint_blocks, offloading
 from flame.train.checkpoint_tensors import named_tensors
 from flame.train.model import CausalLMLoss, build_model
+from flame.train.options import ActivationCheckpointOptions
+from tests.runs import arguments, losses_and_norms, make_training_folder
 from tests.unit.test_model import make_config
 
 CPU = torch.device("cpu")
@@ -83,17 +87,11 @@ def test_offloaded_activations_have_the_same_gradients() -> None:
 
 @pytest.mark.parametrize("value", ["0", "-1", "two", ""])
 def test_a_wrong_choice_is_named(value: str) -> None:
-    from flame.errors import UsageError
-    from flame.train.options import ActivationCheckpointOptions
-
     with pytest.raises(UsageError, match="selective_ac_option"):
         ActivationCheckpointOptions(selective_ac_option=value)
 
 
-def test_a_run_computes_again_and_offloads(tmp_path: Any, tiny_tokenizer: Any) -> None:
-    from flame.train.__main__ import main
-    from tests.runs import arguments, losses_and_norms, make_training_folder
-
+def test_a_run_computes_again_and_offloads(tmp_path: Path, tiny_tokenizer: Path) -> None:
     folder = make_training_folder(tmp_path, tiny_tokenizer)
     ways: dict[str, dict[str, str]] = {
         "plain": {},

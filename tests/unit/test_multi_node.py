@@ -14,6 +14,7 @@ import pytest
 from flame.config import options_of, parse_flat, read_arguments
 from flame.preprocess.config import BuildOptions
 from flame.preprocess.ranges import TaskRange
+from flame.train.config import TrainConfig
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs/multi-node.md").read_text(encoding="utf-8")
 INDICES = r"\$\{?(SLURM_ARRAY_TASK_ID|JOB_COMPLETION_INDEX)\}?"
@@ -73,8 +74,6 @@ def test_builds_are_what_the_program_takes() -> None:
 
 
 def test_trainings_are_what_the_program_takes() -> None:
-    from flame.train.config import TrainConfig
-
     calls = [*commands("flame-train"), *commands("-m flame.train")]
     calls = [words for words in calls if words and words[0].startswith("--")]
     assert len(calls) == 3
