@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from flame.preprocess import shard_check
 from flame.preprocess.verify import find_damage
 from flame.shards.format import HEADER_BYTES, ends_path, tokens_path
 from flame.shards.manifest import SplitInfo, read_manifest, write_manifest
@@ -17,7 +16,6 @@ from tests.corpora import make_corpus
 from tests.tokenizers import eos_of
 
 DOCUMENTS = [[(number + place) % 250 + 5 for place in range(number % 9)] for number in range(120)]
-CHUNKS = {"one chunk": shard_check.CHUNK_BYTES, "chunks of 64 bytes": 64}
 
 
 def sealed_corpus(folder: Path, tokenizer: Path) -> Path:

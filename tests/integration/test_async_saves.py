@@ -18,7 +18,7 @@ from flame.train.__main__ import main
 from flame.train.checkpoint import write_checkpoint
 from flame.train.checkpoint_tensors import StoredModel
 from flame.train.run import read_status
-from tests.runs import arguments, losses_and_norms, make_training_folder, run_training, tensors_of
+from tests.runs import arguments, losses_and_norms, run_training, tensors_of
 from tests.tiny_states import differences
 
 # Updates so large that a checkpoint of a step too late or too early differs in every tensor.
@@ -33,14 +33,10 @@ OPTIONS: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Path) -> Path:
-    return make_training_folder(tmp_path_factory.mktemp("async"), tiny_tokenizer)
-
-
-@pytest.fixture(scope="module")
-def straight(folder: Path) -> Path:
-    assert main(arguments(folder, folder / "straight", **OPTIONS)) == 0
-    return folder / "straight"
+def straight(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("runs") / "straight"
+    assert main(arguments(folder, run, **OPTIONS)) == 0
+    return run
 
 
 def assert_same_checkpoints(run: Path, straight: Path, steps: range) -> None:

@@ -34,7 +34,7 @@ from flame.train.loader import to_device
 from flame.train.parallelize import reshard
 from tests.builds import InlineExecutor, build_here, documents_of, run_build, same_corpus, some_texts, write_jsonl
 from tests.corpora import make_corpus
-from tests.runs import VOCABULARY, arguments, make_training_folder, random_documents, read_metrics
+from tests.runs import VOCABULARY, arguments, random_documents, read_metrics
 from tests.tokenizers import write_tiny_tokenizer
 
 # ---- text and tokenizers
@@ -188,11 +188,6 @@ def test_a_conversion_into_a_folder_of_another_is_refused(tmp_path: Path, tiny_t
 
 
 # ---- training
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Path) -> Path:
-    return make_training_folder(tmp_path_factory.mktemp("cases"), tiny_tokenizer)
 
 
 SHORT: dict[str, Any] = {"training__batch_size": 1, "checkpoint__interval": 2, "training__steps": 4}

@@ -25,7 +25,6 @@ from tests.runs import (
     VOCABULARY,
     arguments,
     losses_and_norms,
-    make_training_folder,
     random_documents,
     read_segments,
     refused,
@@ -38,15 +37,11 @@ SHORT = {"training__steps": 4, "checkpoint__interval": 2, "training__batch_size"
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Path) -> Path:
-    return make_training_folder(tmp_path_factory.mktemp("continual"), tiny_tokenizer)
-
-
-@pytest.fixture(scope="module")
-def trained(folder: Path) -> Path:
+def trained(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of 4 steps with its export, which other runs begin from."""
-    assert main(arguments(folder, folder / "trained", **SHORT, checkpoint__export_hf="true")) == 0
-    return folder / "trained"
+    run = tmp_path_factory.mktemp("runs") / "trained"
+    assert main(arguments(folder, run, **SHORT, checkpoint__export_hf="true")) == 0
+    return run
 
 
 # ---- other data -----------------------------------------------------------------------------------------------------

@@ -14,18 +14,12 @@ from tests.faults import note_samples, samples_trained, signal_before_step
 from tests.runs import (
     arguments,
     losses_and_norms,
-    make_training_folder,
     read_metrics,
     read_segments,
     run_training,
     signal_at,
     start_training,
 )
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Path) -> Path:
-    return make_training_folder(tmp_path_factory.mktemp("training"), tiny_tokenizer)
 
 
 @pytest.mark.usefixtures("handlers_kept")

@@ -21,7 +21,6 @@ from tests.runs import (
     PROJECT,
     arguments,
     losses_and_norms,
-    make_training_folder,
     read_metrics,
     read_segments,
     run_training,
@@ -29,11 +28,6 @@ from tests.runs import (
 
 pytestmark = pytest.mark.usefixtures("handlers_kept")
 OPTIONS = {"training__steps": 6, "checkpoint__interval": 2}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Path) -> Path:
-    return make_training_folder(tmp_path_factory.mktemp("training"), tiny_tokenizer)
 
 
 @pytest.fixture(scope="module")

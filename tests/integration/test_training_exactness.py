@@ -17,7 +17,6 @@ from tests.faults import in_ranks, note_samples, samples_trained, signal_before_
 from tests.runs import (
     arguments,
     losses_and_norms,
-    make_training_folder,
     read_metrics,
     read_segments,
     run_training,
@@ -26,11 +25,6 @@ from tests.runs import (
 from tests.tiny_states import differences
 
 STEPS = 6
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Path) -> Path:
-    return make_training_folder(tmp_path_factory.mktemp("training"), tiny_tokenizer)
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,6 @@ import pytest
 
 from tests.runs import (
     arguments,
-    make_training_folder,
     read_metrics,
     read_segments,
     run_training,
@@ -27,11 +26,6 @@ STEPS = 60
 LOSS = "loss_metrics/global_avg_loss"
 BLOCK_BYTES, HEADER_BYTES = 32768, 7  # of a .wandb file, which is a LevelDB log
 WHOLE, LAST = 1, 4  # kinds of its chunks that end a record
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Path) -> Path:
-    return make_training_folder(tmp_path_factory.mktemp("training"), tiny_tokenizer)
 
 
 def stop_at(argv: list[str], step: int, number: signal.Signals, **variables: str) -> None:

@@ -18,14 +18,9 @@ from flame.train.checkpoint_files import find_damage
 from flame.train.run import read_status
 from tests.faults import in_ranks, is_held, samples_trained, signal_before_step
 from tests.processes import until
-from tests.runs import FLAME_TRAIN, TORCHRUN, arguments, losses_and_norms, make_training_folder, start_training
+from tests.runs import FLAME_TRAIN, TORCHRUN, arguments, losses_and_norms, start_training
 
 STEPS = 60
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Path) -> Path:
-    return make_training_folder(tmp_path_factory.mktemp("training"), tiny_tokenizer)
 
 
 @pytest.fixture(scope="module")

@@ -17,28 +17,16 @@ from hypothesis import strategies as st
 
 from flame.cli.preprocess import main
 from flame.errors import CorpusError, UsageError
-from flame.preprocess import shard_check
 from flame.preprocess.verify import Finding, VerifyOptions, find_damage, verify
 from flame.shards.format import HEADER_BYTES, docs_path, ends_path, npy_header, tokens_path
 from flame.shards.manifest import read_manifest
 from tests.corpora import make_corpus
-from tests.damage import CHUNKS, DOCUMENTS, findings, path_of, poke, sealed_corpus
-from tests.tokenizers import eos_of
-
-
-@pytest.fixture
-def eos_id(tiny_tokenizer: Path) -> int:
-    return eos_of(tiny_tokenizer)
+from tests.damage import DOCUMENTS, findings, path_of, poke, sealed_corpus
 
 
 @pytest.fixture
 def corpus(tmp_path: Path, tiny_tokenizer: Path) -> Path:
     return sealed_corpus(tmp_path / "corpus", tiny_tokenizer)
-
-
-@pytest.fixture(params=CHUNKS.values(), ids=CHUNKS)
-def _chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shard_check, "CHUNK_BYTES", request.param)
 
 
 # ---- the command
@@ -155,7 +143,7 @@ FILES: dict[str, tuple[Callable[[Path], object], list[str]]] = {
 }
 
 
-@pytest.mark.usefixtures("_chunks")
+@pytest.mark.usefixtures("shard_chunks")
 @pytest.mark.parametrize("kind", FILES)
 def test_a_damaged_file_is_named(corpus: Path, kind: str) -> None:
     harm, expected = FILES[kind]

@@ -10,19 +10,12 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from flame.preprocess import shard_check
 from flame.shards.fingerprint import tokenizer_fingerprint
 from flame.shards.format import ends_path, tokens_path
 from flame.shards.manifest import Manifest, SplitInfo, read_manifest, write_manifest
 from flame.shards.writer import SplitWriter
 from tests.corpora import make_corpus
-from tests.damage import CHUNKS, findings, path_of, poke, reseal, sealed_corpus
-from tests.tokenizers import eos_of
-
-
-@pytest.fixture
-def eos_id(tiny_tokenizer: Path) -> int:
-    return eos_of(tiny_tokenizer)
+from tests.damage import findings, path_of, poke, reseal, sealed_corpus
 
 
 @pytest.fixture
@@ -30,12 +23,7 @@ def corpus(tmp_path: Path, tiny_tokenizer: Path) -> Path:
     return sealed_corpus(tmp_path / "corpus", tiny_tokenizer)
 
 
-@pytest.fixture(params=CHUNKS.values(), ids=CHUNKS)
-def _chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shard_check, "CHUNK_BYTES", request.param)
-
-
-@pytest.mark.usefixtures("_chunks")
+@pytest.mark.usefixtures("shard_chunks")
 def test_a_document_without_eos_or_with_one_inside(corpus: Path, eos_id: int) -> None:
     path = path_of(corpus, tokens_path)
     ends = np.load(path_of(corpus, ends_path)).astype(int).tolist()
@@ -52,7 +40,7 @@ def test_a_document_without_eos_or_with_one_inside(corpus: Path, eos_id: int) ->
     ]
 
 
-@pytest.mark.usefixtures("_chunks")
+@pytest.mark.usefixtures("shard_chunks")
 def test_ends_that_do_not_rise(corpus: Path) -> None:
     path = path_of(corpus, ends_path)
     ends = np.load(path).tolist()
@@ -105,7 +93,7 @@ def with_bos(folder: Path, tokenizer: Path, bos_id: int, eos_id: int, *, special
     return folder
 
 
-@pytest.mark.usefixtures("_chunks")
+@pytest.mark.usefixtures("shard_chunks")
 @pytest.mark.parametrize("same", [False, True], ids=["another", "the same"])
 def test_bos_at_the_start_of_each_document(tmp_path: Path, tiny_tokenizer: Path, eos_id: int, same: bool) -> None:
     bos_id = eos_id if same else 20
