@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
+
+# numpy would start threads for matrix products, of which there are none here.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 from flame.preprocess.config import BuildOptions
 from flame.preprocess.convert_config import ConvertOptions

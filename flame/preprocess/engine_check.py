@@ -21,15 +21,16 @@ from numpy.typing import NDArray
 
 from flame.errors import UsageError
 from flame.preprocess.engine_screen import (
+    SCREEN_KIND,
     Screen,
     make_screen,
     read_screen,
     screen_key,
     unequal,
-    user_cache,
     write_screen,
 )
 from flame.preprocess.engines import ENGINES, REFERENCE, Encode, Ids, join, split_model
+from flame.preprocess.user_cache import user_cache
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -268,7 +269,7 @@ def load_encoder(
         if not ENGINES[name].installed:
             continue
         key = screen_key(name, tokenizer_json, parse_special)
-        screen = read_screen([user_cache(key), *screens], key)
+        screen = read_screen([user_cache(SCREEN_KIND, key), *screens], key)
         if screen is None and small_input and asked == "auto":
             say(f"{name} is not used: so little text is tokenized sooner than that is checked (--engine {name} does)")
             break
@@ -308,7 +309,7 @@ def _check(
             return None
         assert isinstance(made, Screen)
         screen = made
-        write_screen(user_cache(key), screen, key)
+        write_screen(user_cache(SCREEN_KIND, key), screen, key)
     encoder = Encoder(name=name, reference=reference, fast=fast, screen=screen, screen_key=key)
     try:
         trouble = screen.refusal or apart(lambda: battery_difference(encoder, battery(tokenizer_json)))

@@ -11,8 +11,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import json
-import os
 import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,14 +20,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from flame.errors import FlameError
-from flame.files import sha256_of_json, write_json
+from flame.files import sha256_of_json
 from flame.preprocess.engines import ENGINES, REFERENCE, Encode
+from flame.preprocess.user_cache import keep, read_kept
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 SCREEN_VERSION = 1
+SCREEN_KIND = "engine-screen"
 NUM_CODE_POINTS = 0x110000
 # Beyond this, or with one of ASCII, the engine is not this tokenizer's at all.
 MOST_DIFFERING = 2**14
@@ -221,26 +220,16 @@ def screen_key(engine: str, tokenizer_json: bytes, parse_special: bool) -> str:
     )
 
 
-def user_cache(key: str) -> Path:
-    """Return where the user's cache keeps a screen."""
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "flame" / f"engine-screen-{key.removeprefix('sha256:')[:32]}.json"
-
-
 def read_screen(paths: Iterable[Path], key: str) -> Screen | None:
     """Return the first screen of this key that can be read; None where there is none."""
-    for path in paths:
-        try:
-            value = json.loads(path.read_bytes())
-            if value["key"] == key:
-                ranges = tuple((int(first), int(last)) for first, last in value["ranges"])
-                return Screen(ranges=ranges, num_differing=int(value["num_differing"]))
-        except (OSError, ValueError, KeyError, TypeError):
-            continue
+    value = read_kept(paths, key)
+    with contextlib.suppress(KeyError, TypeError, ValueError):
+        if value is not None:
+            ranges = tuple((int(first), int(last)) for first, last in value["ranges"])
+            return Screen(ranges=ranges, num_differing=int(value["num_differing"]))
     return None
 
 
 def write_screen(path: Path, screen: Screen, key: str) -> None:
     """Keep a screen; a folder that cannot be written is passed over, for it can be made again."""
-    with contextlib.suppress(OSError, FlameError):
-        write_json(path, {"key": key, "num_differing": screen.num_differing, "ranges": screen.ranges}, indent=None)
+    keep(path, key, {"num_differing": screen.num_differing, "ranges": screen.ranges})

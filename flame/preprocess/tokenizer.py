@@ -5,6 +5,8 @@ Only JSON is read here; what turns texts to ids is an engine (`engines.py`).
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import json
 import shutil
 from dataclasses import dataclass
@@ -12,10 +14,20 @@ from pathlib import Path
 from typing import Any
 
 from flame.errors import TokenizerError, UsageError
-from flame.files import fsync_file, fsync_folder, publish, remove_tree, temporary_path, write_json
+from flame.files import (
+    fsync_file,
+    fsync_folder,
+    publish,
+    remove_tree,
+    sha256_of_json,
+    temporary_path,
+    write_json,
+)
+from flame.preprocess.user_cache import keep, read_kept, user_cache
 from flame.shards.fingerprint import tokenizer_fingerprint
 from flame.shards.manifest import TokenizerInfo
 
+KEPT_VERSION = 1  # of what the user's cache keeps of a tokenizer; raised when another answer would be found
 TOKENIZER_JSON = "tokenizer.json"
 CONFIG = "tokenizer_config.json"
 SPECIAL_TOKENS = "special_tokens_map.json"
@@ -71,6 +83,35 @@ def read_tokenizer(path: Path, *, eos_token: str | None, bos: str, parse_special
     """
     json_path, folder = _locate(path)
     content = json_path.read_bytes()
+    config = _read_config(folder)
+    asked: dict[str, Any] = {
+        "eos_token": eos_token,
+        "bos": bos,
+        "special_text": "parsed" if parse_special else "plain",
+    }
+    key = sha256_of_json(
+        {"version": KEPT_VERSION, "tokenizer": hashlib.sha256(content).hexdigest(), "config": config, "asked": asked}
+    )
+    cache = user_cache("tokenizer", key)
+    settled = read_kept([cache], key)
+    if settled is None:
+        settled = _settle(path, json_path, content, config, **asked)
+        keep(cache, key, settled)
+    info = TokenizerInfo(**settled.pop("info"))
+    return TokenizerSpec(json=content, folder=folder, config=config, info=info, **settled)
+
+
+def _settle(
+    path: Path,
+    json_path: Path,
+    content: bytes,
+    config: dict[str, Any],
+    *,
+    eos_token: str | None,
+    bos: str,
+    special_text: str,
+) -> dict[str, Any]:
+    """Return what a large vocabulary takes half a second to tell, as JSON: EOS, BOS, `TokenizerInfo`, largest id."""
     try:
         tokenizer = json.loads(content)
         vocabulary = _vocabulary(tokenizer)
@@ -87,27 +128,23 @@ def read_tokenizer(path: Path, *, eos_token: str | None, bos: str, parse_special
             where=json_path,
             fix="Set model.dropout to null in its tokenizer.json",
         )
-    config = _read_config(folder)
     eos = _eos_token(eos_token, config, vocabulary, tokenizer, path)
     bos_token = _bos_token(bos, config, vocabulary, tokenizer, path)
-    bos_id = None if bos_token is None else vocabulary[bos_token]
     policies: dict[str, Any] = {
-        "bos_id": bos_id,
+        "bos_id": None if bos_token is None else vocabulary[bos_token],
         "eos_id": vocabulary[eos],
         "bos": "never" if bos_token is None else "always",
-        "special_text": "parsed" if parse_special else "plain",
+        "special_text": special_text,
     }
-    return TokenizerSpec(
-        json=content,
-        folder=folder,
-        config=config,
-        eos_token=eos,
-        bos_token=bos_token,
-        info=TokenizerInfo(
-            fingerprint=tokenizer_fingerprint(tokenizer, **policies), vocab_size=len(vocabulary), **policies
-        ),
-        largest_id=max(vocabulary.values()),
+    info = TokenizerInfo(
+        fingerprint=tokenizer_fingerprint(tokenizer, **policies), vocab_size=len(vocabulary), **policies
     )
+    return {
+        "eos_token": eos,
+        "bos_token": bos_token,
+        "info": dataclasses.asdict(info),
+        "largest_id": max(vocabulary.values()),
+    }
 
 
 def _locate(path: Path) -> tuple[Path, Path | None]:

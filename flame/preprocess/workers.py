@@ -10,6 +10,7 @@ parent, and the workers hold a lock until the last of them is gone.
 
 from __future__ import annotations
 
+import gc
 import importlib.abc
 import os
 import signal
@@ -178,7 +179,10 @@ def main() -> None:
     control = Connection(control_fd)
     try:
         request: Request = control.recv()
+        gc.disable()  # nothing of what is loaded is garbage, and
         tool, loaded = request.load()
+        gc.freeze()  # collections in the workers would copy the pages that they share
+        gc.enable()
         control.send(loaded)
         start: Start = control.recv()
     except EOFError:

@@ -21,16 +21,17 @@ from flame.errors import TokenizerError, UsageError
 from flame.preprocess import engine_check
 from flame.preprocess.engine_check import Encoder, battery, compared, load_encoder
 from flame.preprocess.engine_screen import (
+    SCREEN_KIND,
     Screen,
     make_screen,
     read_screen,
     screen_key,
     to_ranges,
     unequal,
-    user_cache,
     write_screen,
 )
 from flame.preprocess.engines import ENGINES, Encode, Engine, Recycled, bounded_parts, json_for_fast_engines
+from flame.preprocess.user_cache import user_cache
 from tests.builds import build_here, files_of, rows_of, run_build, some_texts, write_parquet
 from tests.builds import environment as fresh_environment
 from tests.tokenizers import EOS
@@ -169,12 +170,12 @@ def test_a_screen_is_kept_and_read_again(tmp_path: Path, monkeypatch: pytest.Mon
     key = screen_key("gigatoken", b"{}", False)
     assert key != screen_key("gigatoken", b"{}", True)
     screen = Screen(ranges=((0x80, 0x90), (0x1F600, 0x1F600)), num_differing=2)
-    write_screen(user_cache(key), screen, key)
-    assert user_cache(key).is_relative_to(tmp_path / "cache" / "flame")
-    assert read_screen([tmp_path / "absent", user_cache(key)], key) == screen
-    assert read_screen([user_cache(key)], "sha256:other") is None
-    user_cache(key).write_bytes(user_cache(key).read_bytes()[:20])
-    assert read_screen([user_cache(key)], key) is None
+    write_screen(user_cache(SCREEN_KIND, key), screen, key)
+    assert user_cache(SCREEN_KIND, key).is_relative_to(tmp_path / "cache" / "flame")
+    assert read_screen([tmp_path / "absent", user_cache(SCREEN_KIND, key)], key) == screen
+    assert read_screen([user_cache(SCREEN_KIND, key)], "sha256:other") is None
+    user_cache(SCREEN_KIND, key).write_bytes(user_cache(SCREEN_KIND, key).read_bytes()[:20])
+    assert read_screen([user_cache(SCREEN_KIND, key)], key) is None
     write_screen(Path("/proc/none/screen.json"), screen, key)  # cannot be written: no error
 
 
@@ -360,7 +361,11 @@ def test_a_build_in_processes_is_the_references(tmp_path: Path, tiny_tokenizer: 
     fast, reference = load(engine, content), load("hf", content)
     raw = write_parquet(tmp_path / "raw.parquet", [text * 10 for text in some_texts(2000)])
     key = screen_key(engine, content, False)
-    write_screen(tmp_path / "cache/flame" / user_cache(key).name, make_screen(fast, reference, range(0x80, 0x700)), key)
+    write_screen(
+        tmp_path / "cache/flame" / user_cache(SCREEN_KIND, key).name,
+        make_screen(fast, reference, range(0x80, 0x700)),
+        key,
+    )
     built = []
     for number, (workers, parallel) in enumerate([(1, "true"), (3, "false")]):
         env = fresh_environment(XDG_CACHE_HOME=str(tmp_path / "cache"), TOKENIZERS_PARALLELISM=parallel)
