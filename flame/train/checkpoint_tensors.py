@@ -36,10 +36,15 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
         assert isinstance(tensor, Tensor), f"{name} is no tensor"
         if id(tensor) not in seen:
             seen.add(id(tensor))
-            for wrapper in _WRAPPERS:
-                name = name.replace(wrapper, "")
-            named[name] = tensor
+            named[plain_name(name)] = tensor
     return named
+
+
+def plain_name(name: str) -> str:
+    """Return a parameter's name as the model knows it, whatever compiling and recomputing have wrapped around parts."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
 
 
 def optimizer_tensors(optimizer: Optimizer, named: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -39,7 +39,6 @@ NOT_AVAILABLE_YET: dict[str, tuple[Any, ...] | None] = {
     "training.tensor_parallel_degree": None,
     "training.disable_loss_parallel": None,
     "training.enable_cpu_offload": None,
-    "optimizer.name": ("Muon",),
     "optimizer.early_step_in_backward": None,
     "checkpoint.exclude_from_loading": None,
     "float8.enable_float8_linear": None,

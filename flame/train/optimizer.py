@@ -1,9 +1,11 @@
-"""Optimizers, what they decay, and the one pass that scales and clips gradients."""
+"""Optimizers, their parameter groups (what is decayed, with which learning rate), and the pass that clips gradients."""
 
 from __future__ import annotations
 
+import difflib
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -11,71 +13,156 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from flame.train.options import OptimizerOptions
+from flame.errors import UsageError
+from flame.train.checkpoint_tensors import plain_name
+from flame.train.muon import ShardedMuon
+from flame.train.options import OptimizerOptions, lr_factors
 
 _IMPLEMENTATIONS: dict[str, dict[str, Any]] = {
     "fused": {"fused": True, "foreach": False},
     "foreach": {"fused": False, "foreach": True},
     "for-loop": {"fused": False, "foreach": False},
 }
+Groups = list[dict[str, Any]]
+"""What torch's optimizers take: parameters and what is theirs alone."""
 
 
-def _adamw(groups: list[dict[str, Any]], options: OptimizerOptions, how: dict[str, Any]) -> Optimizer:
+class JoinedOptimizer(Optimizer):
+    """Several optimizers as one: their groups in order, and one state by parameter, which all of them use."""
+
+    def __init__(self, members: Sequence[Optimizer]) -> None:
+        super().__init__([group for member in members for group in member.param_groups], {})
+        self.members = tuple(members)
+        for member in members:
+            assert not member.state, "it is new"
+            member.state = self.state
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Update every parameter that has a gradient."""
+        assert closure is None, "training computes its losses before the step"
+        for member in self.members:
+            member.step()
+
+
+def _adamw(groups: Groups, options: OptimizerOptions, how: dict[str, Any]) -> Optimizer:
     return torch.optim.AdamW(groups, lr=options.lr, **_adam_arguments(options), **how)
 
 
-def _adam(groups: list[dict[str, Any]], options: OptimizerOptions, how: dict[str, Any]) -> Optimizer:
+def _adam(groups: Groups, options: OptimizerOptions, how: dict[str, Any]) -> Optimizer:
     return torch.optim.Adam(groups, lr=options.lr, **_adam_arguments(options), **how)
 
 
-def _sgd(groups: list[dict[str, Any]], options: OptimizerOptions, how: dict[str, Any]) -> Optimizer:
+def _sgd(groups: Groups, options: OptimizerOptions, how: dict[str, Any]) -> Optimizer:
     return torch.optim.SGD(groups, lr=options.lr, momentum=options.beta1, **how)
+
+
+def _muon(groups: Groups, options: OptimizerOptions, how: dict[str, Any]) -> Optimizer:
+    """Muon for the matrices between embeddings and head, AdamW for everything else."""
+    matrices = [group for group in groups if group["hidden_matrices"]]
+    others = [group for group in groups if not group["hidden_matrices"]]
+    members: list[Optimizer] = []
+    if matrices:
+        arguments: dict[str, Any] = {"momentum": options.muon_momentum, "adjust_lr_fn": options.muon_adjust_lr}
+        members.append(ShardedMuon(matrices, lr=options.lr, **arguments))
+    if others:
+        members.append(_adamw(others, options, how))
+    return JoinedOptimizer(members)
 
 
 def _adam_arguments(options: OptimizerOptions) -> dict[str, Any]:
     return {"betas": (options.beta1, options.beta2), "eps": options.eps}
 
 
-OPTIMIZERS: dict[str, Callable[[list[dict[str, Any]], OptimizerOptions, dict[str, Any]], Optimizer]] = {
+OPTIMIZERS: dict[str, Callable[[Groups, OptimizerOptions, dict[str, Any]], Optimizer]] = {
     "AdamW": _adamw,
     "Adam": _adam,
     "SGD": _sgd,
+    "Muon": _muon,
 }
 
 
 def build_optimizer(model: nn.Module, options: OptimizerOptions, device: torch.device) -> Optimizer:
-    """Return the optimizer of a model's parameters (fp32, sharded or not), in two groups: decayed, and not."""
-    implementation = options.implementation or ("fused" if device.type == "cuda" else "foreach")
-    groups = parameter_groups(model.named_parameters(), options)
-    return OPTIMIZERS[options.name](groups, options, _IMPLEMENTATIONS[implementation])
+    """Return the optimizer of a model's parameters (fp32, sharded or not), which lie on `device`.
 
-
-def parameter_groups(named: Iterable[tuple[str, Tensor]], options: OptimizerOptions) -> list[dict[str, Any]]:
-    """Return the groups `decayed` and `not_decayed` (those that are not empty).
-
-    Vectors (norms, gates), biases and parameters marked `_no_weight_decay` are not decayed, unless `decay_all`.
+    With `early_step_in_backward` it is a `JoinedOptimizer` with a member for each parameter. Raises `UsageError` for a
+    pattern of `lr_factors` that no parameter's name matches.
     """
-    decayed: list[Tensor] = []
-    not_decayed: list[Tensor] = []
+    implementation = options.implementation or ("fused" if device.type == "cuda" else "foreach")
+    how = _IMPLEMENTATIONS[implementation]
+    groups = parameter_groups(model, options)
+    build = OPTIMIZERS[options.name]
+    if not options.early_step_in_backward:
+        return build(groups, options, how)
+    alone = [{**group, "params": [parameter]} for group in groups for parameter in group["params"]]
+    return JoinedOptimizer([build([group], options, how) for group in alone])
+
+
+def parameter_groups(model: nn.Module, options: OptimizerOptions) -> Groups:
+    """Return the groups of parameters that are treated alike; none is empty.
+
+    `name` is "decayed" or "not_decayed": vectors (norms, gates), biases and parameters marked `_no_weight_decay` are
+    not decayed, unless `decay_all`. `lr_factor` is that of the last pattern of `lr_factors` that a parameter's name
+    matches, else 1. `hidden_matrices` says whether Muon takes them: matrices that are neither such parameters, nor
+    embeddings, nor the output head.
+    """
+    named = [(plain_name(name), parameter) for name, parameter in model.named_parameters()]
+    factors = _lr_factors(options, [name for name, _ in named])
+    ends = _embeddings_and_head(model)
+    groups: dict[tuple[bool, float, bool], list[Tensor]] = {}
     for name, parameter in named:
         spared = parameter.ndim < 2 or name.endswith("bias") or getattr(parameter, "_no_weight_decay", False)
-        (not_decayed if spared and not options.decay_all else decayed).append(parameter)
-    groups = [
-        {"params": decayed, "name": "decayed", "weight_decay": options.weight_decay},
-        {"params": not_decayed, "name": "not_decayed", "weight_decay": 0.0},
+        hidden_matrix = parameter.ndim == 2 and not spared and id(parameter) not in ends
+        key = (not spared or options.decay_all, factors[name], hidden_matrix and options.name == "Muon")
+        groups.setdefault(key, []).append(parameter)
+    return [
+        {
+            "params": groups[decayed, factor, hidden],
+            "name": "decayed" if decayed else "not_decayed",
+            "weight_decay": options.weight_decay if decayed else 0.0,
+            "lr_factor": factor,
+            "lr": options.lr * factor,
+            "hidden_matrices": hidden,
+        }
+        for decayed, factor, hidden in sorted(groups, reverse=True)
     ]
-    return [group for group in groups if group["params"]]
+
+
+def _lr_factors(options: OptimizerOptions, names: Sequence[str]) -> dict[str, float]:
+    """Return the factor of every parameter."""
+    factors = dict.fromkeys(names, 1.0)
+    for pattern, factor in lr_factors(options.lr_factors):
+        matched = [name for name in names if fnmatchcase(f".{name}.", f"*.{pattern}.*")]
+        if not matched:
+            parts = dict.fromkeys(part for name in names for part in name.split("."))
+            near = difflib.get_close_matches(pattern, parts, n=1)
+            raise UsageError(
+                "--optimizer.lr_factors has a pattern that no parameter's name matches",
+                got=pattern,
+                expected=f"whole parts of a name such as {names[-1]}",
+                fix=f"Did you mean {near[0]}?" if near else f"{pattern}* also matches longer parts",
+            )
+        factors |= dict.fromkeys(matched, factor)
+    return factors
+
+
+def _embeddings_and_head(model: nn.Module) -> set[int]:
+    """Return the ids of the parameters that turn tokens into vectors, and vectors into logits."""
+    ends = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    return {id(parameter) for module in (*ends, head) if module is not None for parameter in module.parameters()}
 
 
 def apply_hyperparameters(optimizer: Optimizer, options: OptimizerOptions, lr: float) -> None:
     """Set the step's learning rate and every other hyperparameter from the configuration: none is ever loaded."""
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * group["lr_factor"]
         group["weight_decay"] = 0.0 if group["name"] == "not_decayed" else options.weight_decay
         if "betas" in group:
             group["betas"], group["eps"] = (options.beta1, options.beta2), options.eps
         if "momentum" in group:
-            group["momentum"] = options.beta1
+            group["momentum"] = options.muon_momentum if group["hidden_matrices"] else options.beta1
+        if "adjust_lr_fn" in group:
+            group["adjust_lr_fn"] = options.muon_adjust_lr
 
 
 @torch.no_grad()

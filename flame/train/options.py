@@ -32,6 +32,24 @@ def at_least(section: str, config: object, least: float, *names: str) -> None:
             raise UsageError(f"--{section}.{name} cannot be {value}", expected=f"a number of at least {least:g}")
 
 
+def lr_factors(texts: tuple[str, ...]) -> list[tuple[str, float]]:
+    """Return the (pattern, factor) pairs of optimizer.lr_factors."""
+    found: list[tuple[str, float]] = []
+    for text in texts:
+        pattern, _, number = text.rpartition("=")
+        try:
+            factor = float(number)
+        except ValueError:
+            factor = math.nan
+        if not pattern or not 0 <= factor < math.inf:
+            raise UsageError(
+                f"--optimizer.lr_factors cannot contain {text!r}",
+                expected="parts of parameters' names, and a factor of at least 0: 'embed*=0.1'",
+            )
+        found.append((pattern.strip(), factor))
+    return found
+
+
 def _refuse_both(section: str, options: object, steps: str, tokens: str, default: int) -> None:
     if getattr(options, tokens) is not None and getattr(options, steps) != default:
         raise UsageError(f"--{section}.{steps} and --{section}.{tokens} are both given", fix="Give one of them")
@@ -221,14 +239,24 @@ class OptimizerOptions:
     )
     fused: bool | None = option(None, help="old spelling: implementation fused, or for-loop if false")
     decay_all: bool = option(False, help="the old rule: norms, biases and marked parameters are decayed, too")
+    lr_factors: tuple[str, ...] = option(
+        (), help="factors on lr by parts of parameters' names, the last that matches: 'embed*=0.1,lm_head=0.5'"
+    )
+    muon_momentum: float = option(0.95, help="decay of Muon's momentum; beta1, beta2 and eps are its AdamW's")
+    muon_adjust_lr: str = option(
+        "match_rms_adamw",
+        help="Muon's factor on lr: as large updates as AdamW's, or √max(1, rows/columns)",
+        choices=("match_rms_adamw", "original"),
+    )
     early_step_in_backward: bool = option(False, help="update each weight in backward, once its gradient is there")
     scheduler: str | None = option(
         None, help="old name of lr_scheduler.decay_type", choices=("wsd", "cosine", "linear")
     )
 
     def __post_init__(self) -> None:
-        at_least("optimizer", self, 0, "lr", "beta1", "beta2", "eps", "weight_decay")
-        for name in ("beta1", "beta2"):
+        at_least("optimizer", self, 0, "lr", "beta1", "beta2", "eps", "weight_decay", "muon_momentum")
+        lr_factors(self.lr_factors)
+        for name in ("beta1", "beta2", "muon_momentum"):
             if getattr(self, name) >= 1:
                 raise UsageError(f"--optimizer.{name} cannot be {getattr(self, name)}", expected="a number below 1")
 
@@ -263,12 +291,17 @@ class MetricsOptions:
     save_tb_folder: str = option("tb", help="TensorBoard's folder in the run folder")
     enable_wandb: bool = option(False, help="log to Weights & Biases")
     enable_trackio: bool = option(False, help="log to trackio")
+    peak_tflops: float | None = option(
+        None, help="what a device can do, for mfu(%); by a table of devices if absent", unit="10^12 operations a second"
+    )
     disable_color_printing: bool = option(False, help="plain console lines")
     rank_0_only: bool = option(True, help="only rank 0 logs to TensorBoard")
     save_for_all_ranks: bool | None = option(None, help="old spelling: the opposite of rank_0_only")
 
     def __post_init__(self) -> None:
         at_least("metrics", self, 1, "log_freq")
+        if self.peak_tflops is not None and not 0 < self.peak_tflops < math.inf:
+            raise UsageError(f"--metrics.peak_tflops cannot be {self.peak_tflops}", expected="a number above 0")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from flame.errors import UsageError
 from flame.train.optimizer import (
     OPTIMIZERS,
     apply_hyperparameters,
@@ -54,14 +55,17 @@ def ids() -> Tensor:
     return torch.arange(6) % 7
 
 
-def names_by_group(model: nn.Module, groups: list[dict[str, Any]]) -> dict[str, set[str]]:
+def names_by_group(model: nn.Module, groups: list[dict[str, Any]], key: str = "name") -> dict[Any, set[str]]:
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    return {group["name"]: {names[id(parameter)] for parameter in group["params"]} for group in groups}
+    found: dict[Any, set[str]] = {}
+    for group in groups:
+        found.setdefault(group[key], set()).update(names[id(parameter)] for parameter in group["params"])
+    return found
 
 
 def test_norms_biases_vectors_and_marked_parameters_are_not_decayed() -> None:
     model = Toy()
-    groups = parameter_groups(model.named_parameters(), OptimizerOptions(weight_decay=0.3))
+    groups = parameter_groups(model, OptimizerOptions(weight_decay=0.3))
     assert names_by_group(model, groups) == {
         "decayed": {"embedding.weight", "linear.weight"},
         "not_decayed": {"linear.bias", "norm.weight", "norm.bias", "expert_bias", "marked", "scalar"},
@@ -71,8 +75,74 @@ def test_norms_biases_vectors_and_marked_parameters_are_not_decayed() -> None:
 
 def test_the_old_rule_decays_all() -> None:
     model = Toy()
-    groups = parameter_groups(model.named_parameters(), OptimizerOptions(decay_all=True))
+    groups = parameter_groups(model, OptimizerOptions(decay_all=True))
     assert names_by_group(model, groups) == {"decayed": {name for name, _ in model.named_parameters()}}
+
+
+def test_learning_rates_have_factors_by_parts_of_names() -> None:
+    model = Toy()
+    options = OptimizerOptions(lr=0.5, lr_factors=("embed*=0.1", "norm=0", "*.bias=2", "norm.bias=3"))
+    optimizer = build_optimizer(model, options, CPU)
+    assert names_by_group(model, optimizer.param_groups, "lr_factor") == {
+        0.1: {"embedding.weight"},
+        0.0: {"norm.weight"},
+        2.0: {"linear.bias"},
+        3.0: {"norm.bias"},  # the last pattern that matches
+        1.0: {"linear.weight", "expert_bias", "marked", "scalar"},
+    }
+    apply_hyperparameters(optimizer, options, 0.25)
+    assert all(group["lr"] == 0.25 * group["lr_factor"] for group in optimizer.param_groups)
+
+
+@pytest.mark.parametrize(
+    ("patterns", "told"),
+    [
+        (("embed=1",), "no parameter's name matches (got embed; expected whole parts of a name such as .*Did you mean"),
+        (("norm=1", "q=1"), "(got q; .*q\\* also matches longer parts"),
+    ],
+)
+def test_a_pattern_must_match_something(patterns: tuple[str, ...], told: str) -> None:
+    with pytest.raises(UsageError, match=told.replace("(", "\\(")):
+        build_optimizer(Toy(), OptimizerOptions(lr_factors=patterns), CPU)
+
+
+@pytest.mark.parametrize("text", ["norm", "norm=", "=1", "norm=fast", "norm=-1", "norm=inf", "norm=nan"])
+def test_what_is_no_factor_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="lr_factors cannot contain"):
+        OptimizerOptions(lr_factors=(text,))
+
+
+# ---- Muon
+
+
+def test_muon_takes_the_matrices_between_embeddings_and_head() -> None:
+    model = Toy()
+    model.head = nn.Linear(5, 7)
+    model.get_output_embeddings = lambda: model.head  # type: ignore[assignment]
+    model.convolution = nn.Conv1d(5, 5, 3, bias=False)
+    optimizer = build_optimizer(model, OptimizerOptions(name="Muon", decay_all=True), CPU)
+    taken = names_by_group(model, optimizer.param_groups, "hidden_matrices")
+    assert taken[True] == {"linear.weight"}
+    assert taken[False] == {name for name, _ in model.named_parameters()} - taken[True]
+    assert {id(p) for group in optimizer.param_groups for p in group["params"]} == {id(p) for p in model.parameters()}
+
+
+@pytest.mark.parametrize("adjust", ["original", "match_rms_adamw"])
+@pytest.mark.parametrize("shape", [(6, 4), (4, 6), (5, 5)])
+def test_muon_is_torchs_to_the_last_bit(shape: tuple[int, int], adjust: str) -> None:
+    ours, theirs = nn.Linear(shape[1], shape[0], bias=False), nn.Linear(shape[1], shape[0], bias=False)
+    theirs.load_state_dict(ours.state_dict())
+    options = OptimizerOptions(name="Muon", lr=0.1, muon_momentum=0.8, weight_decay=0.3, muon_adjust_lr=adjust)
+    optimizer = build_optimizer(ours, options, CPU)
+    other = torch.optim.Muon(theirs.parameters(), lr=0.1, momentum=0.8, weight_decay=0.3, adjust_lr_fn=adjust)
+    for _ in range(3):
+        ours.weight.grad = torch.randn(shape)
+        theirs.weight.grad = ours.weight.grad.clone()
+        optimizer.step()
+        other.step()
+        assert torch.equal(ours.weight, theirs.weight)
+    moments = (optimizer.state[ours.weight], other.state[theirs.weight])
+    assert torch.equal(moments[0]["momentum_buffer"], moments[1]["momentum_buffer"])
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -108,7 +178,7 @@ def test_adamw_decays_what_it_should_by_lr_times_weight_decay() -> None:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_hyperparameters_come_from_the_configuration_and_not_from_what_was_loaded(name: str) -> None:
     optimizer = build_optimizer(Toy(), OptimizerOptions(name=name), CPU)
-    other = OptimizerOptions(name=name, lr=1.0, beta1=0.7, beta2=0.8, eps=1e-3, weight_decay=0.4)
+    other = OptimizerOptions(name=name, lr=1.0, beta1=0.7, beta2=0.8, eps=1e-3, weight_decay=0.4, muon_momentum=0.6)
     optimizer.load_state_dict(build_optimizer(Toy(), other, CPU).state_dict())
     changed = OptimizerOptions(name=name, beta1=0.5, beta2=0.6, eps=1e-15, weight_decay=0.2)
     apply_hyperparameters(optimizer, changed, 0.125)
@@ -116,7 +186,10 @@ def test_hyperparameters_come_from_the_configuration_and_not_from_what_was_loade
     assert [_hyperparameters(group) for group in optimizer.param_groups] == [
         _hyperparameters(group) for group in fresh.param_groups
     ]
-    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.2, 0.0]
+    assert {group["name"]: group["weight_decay"] for group in optimizer.param_groups} == {
+        "decayed": 0.2,
+        "not_decayed": 0.0,
+    }
     assert all(group["lr"] == 0.125 for group in optimizer.param_groups)
 
 
@@ -174,13 +247,12 @@ def _sharded(shape: tuple[int, int]) -> Toy:
     return model
 
 
-def _check_sharded_step(shape: tuple[int, int], max_norm: float) -> None:
+def _check_sharded_step(shape: tuple[int, int], max_norm: float, name: str) -> None:
     """One step of the sharded model is that of the plain one, to the norm, the gradients and the weights."""
     world_size = shape[0] * shape[1]
-    options = OptimizerOptions(lr=0.01, name="SGD", weight_decay=0.1)
+    options = OptimizerOptions(lr=0.01, name=name, weight_decay=0.1)
     sharded, plain = _sharded(shape), Toy()
     optimizers = [build_optimizer(model, options, CPU) for model in (sharded, plain)]
-    assert names_by_group(plain, optimizers[1].param_groups)["decayed"] == {"embedding.weight", "linear.weight"}
     sharded(ids()).backward()
     (plain(ids()) * world_size).backward()
     norms = [clip_and_scale(list(model.parameters()), 0.25, max_norm) for model in (sharded, plain)]
@@ -202,7 +274,8 @@ def _check_sharded_step(shape: tuple[int, int], max_norm: float) -> None:
 def test_sharded_on_one_rank() -> None:
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
-        _check_sharded_step((1, 1), max_norm=0.5)
+        for name in ("SGD", "Muon"):
+            _check_sharded_step((1, 1), max_norm=0.5, name=name)
     finally:
         dist.destroy_process_group()
 
@@ -212,8 +285,8 @@ def _rank_of_two(rank: int, store: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     try:
         for shape in ((1, 2), (2, 1)):
-            for max_norm in (0.5, 1e6):
-                _check_sharded_step(shape, max_norm)
+            for max_norm, name in ((0.5, "SGD"), (1e6, "SGD"), (0.5, "Muon")):
+                _check_sharded_step(shape, max_norm, name)
     finally:
         dist.destroy_process_group()
 
