@@ -106,8 +106,9 @@ def poison_loss(patch: pytest.MonkeyPatch, steps: Sequence[int]) -> None:
     def poisoned(module: CausalLMLoss, *arguments: Any) -> Any:
         nonlocal calls
         calls += 1
-        loss, num_labels = forward(module, *arguments)
-        return loss * (float("nan") if calls % 2 else float("inf")) if calls in steps else loss, num_labels
+        parts = forward(module, *arguments)
+        factor = float("nan") if calls % 2 else float("inf")
+        return parts._replace(loss_sum=parts.loss_sum * factor) if calls in steps else parts
 
     patch.setattr(CausalLMLoss, "forward", poisoned)
 

@@ -197,15 +197,19 @@ def latest_step(run: Path) -> int:
     return max(_last_logged(run), _number(_read_object(run / STATUS), "step"))
 
 
+def read_logged(path: Path, *, last_bytes: int | None = None) -> list[dict[str, Any]]:
+    """Return the whole lines of a metrics.jsonl, in order, of its end only if `last_bytes` says so; [] if absent."""
+    if not path.is_file():
+        return []
+    with open(path, "rb") as file:
+        file.seek(0 if last_bytes is None else max(0, path.stat().st_size - last_bytes), os.SEEK_SET)
+        lines = file.read().split(b"\n")
+    return [_object(line) for line in lines if is_whole_line(line)]
+
+
 def _last_logged(run: Path) -> int:
     """Return the last step of metrics.jsonl, 0 where there is none."""
-    path = run / METRICS
-    if not path.is_file():
-        return 0
-    with open(path, "rb") as file:
-        file.seek(max(0, path.stat().st_size - _TAIL_BYTES), os.SEEK_SET)
-        lines = file.read().split(b"\n")
-    return max((_number(_object(line), "step") for line in lines if is_whole_line(line)), default=0)
+    return max((_number(line, "step") for line in read_logged(run / METRICS, last_bytes=_TAIL_BYTES)), default=0)
 
 
 def _log_freq(run: Path) -> int:

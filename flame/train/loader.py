@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flame.errors import TrainingError
-from flame.sampling.packing import PackedBatch, pack_windows
+from flame.sampling.packing import IGNORE_INDEX, PackedBatch, pack_windows
 from flame.sampling.sampler import BatchGeometry, Sampler, sample_indices
 from flame.shards.reader import Split
 
@@ -51,12 +51,16 @@ class MicroBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class StepBatch:
-    """All that one rank sees in a step. Counts are this rank's; `consumed_samples` is the run's, after the step."""
+    """All that one rank sees in a step. Counts are this rank's; `consumed_samples` is the run's, after the step.
+
+    `samples`, `sources` and `labels_by_sample` have an entry for each window, in the order of the micro-batches.
+    """
 
     micro_batches: tuple[MicroBatch, ...]
     num_labels: int
     samples: NDArray[np.int64]
-    tokens_by_source: NDArray[np.int64]
+    sources: NDArray[np.int32]
+    labels_by_sample: NDArray[np.int64]
     consumed_samples: int
 
 
@@ -124,7 +128,8 @@ class StepLoader:
             micro_batches=tuple(on_host(batch, pinned=self._device.type == "cuda") for batch in batches),
             num_labels=sum(batch.num_labels for batch in batches),
             samples=planned.samples.reshape(-1),
-            tokens_by_source=planned.tokens_by_source,
+            sources=planned.sources.reshape(-1),
+            labels_by_sample=np.concatenate([labels_by_sample(batch) for batch in batches]),
             consumed_samples=planned.consumed_samples,
         )
 
@@ -150,7 +155,6 @@ class PlannedStep:
     samples: NDArray[np.int64]
     sources: NDArray[np.int32]
     offsets: NDArray[np.int64]
-    tokens_by_source: NDArray[np.int64]
     consumed_samples: int
 
 
@@ -159,25 +163,27 @@ def plan_steps(
 ) -> Iterator[PlannedStep]:
     """Yield a rank's steps, for ever; many are located at once."""
     per_step, per_rank = geometry.samples_per_step, geometry.samples_per_step // geometry.dp_size
-    num_steps, num_sources = max(1, _LOCATED_SAMPLES // per_rank), len(sampler.mixture.sources)
+    num_steps = max(1, _LOCATED_SAMPLES // per_rank)
     while True:
         firsts = [consumed_samples + i * per_step for i in range(num_steps)]
         samples = np.stack([sample_indices(geometry, first, dp_rank) for first in firsts])
         located = sampler.locate(samples.reshape(-1))
-        step_of = np.repeat(np.arange(num_steps), per_rank)
-        counts = np.bincount(step_of * num_sources + located.source, minlength=num_steps * num_sources)
         shape = (num_steps, geometry.accumulation, -1)
-        tokens_by_source = counts.reshape(num_steps, num_sources) * geometry.window_len
         columns = (samples.reshape(shape), located.source.reshape(shape), located.offset.reshape(shape))
-        for first, ks, sources, offsets, tokens in zip(firsts, *columns, tokens_by_source, strict=True):
+        for first, ks, sources, offsets in zip(firsts, *columns, strict=True):
             yield PlannedStep(
                 samples=ks,
                 sources=sources,
                 offsets=offsets,
-                tokens_by_source=tokens,
                 consumed_samples=first + per_step,
             )
         consumed_samples = firsts[-1] + per_step
+
+
+def labels_by_sample(batch: PackedBatch) -> NDArray[np.int64]:
+    """Return how many labels each window of a micro-batch has."""
+    labels = (batch.labels != IGNORE_INDEX).reshape(len(batch.samples), -1)
+    return np.count_nonzero(labels, axis=1).astype(np.int64)
 
 
 def on_host(batch: PackedBatch, *, pinned: bool) -> MicroBatch:

@@ -11,13 +11,13 @@ import gc
 import hashlib
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from flame.errors import TrainingError
@@ -28,19 +28,30 @@ from flame.train.checkpoint import TrainState, save_checkpoint, small_files
 from flame.train.checkpoint_files import retain_latest
 from flame.train.checkpoint_saver import CheckpointSaver
 from flame.train.config import TrainConfig, flatten, to_toml
+from flame.train.devices import peak_flops
 from flame.train.distributed import World, join_world, raise_together, set_collective_timeout, sum_across_ranks
-from flame.train.flops import ModelFlops, peak_flops
+from flame.train.flops import ModelFlops
 from flame.train.loader import StepBatch, StepLoader
 from flame.train.log import configure_logging, log
 from flame.train.loggers import LoggedRun, open_loggers
+from flame.train.losses import (
+    MAX_STEPS_KEPT,
+    StepLosses,
+    gather_losses,
+    keep_losses,
+    spike_rule_of,
+    spike_told,
+    sum_by_sample,
+)
 from flame.train.metrics import IntervalClock, MetricsFile, StepMetrics, console_line, memory_use, use_color
 from flame.train.model import CausalLMLoss
-from flame.train.optimizer import apply_hyperparameters, clip_and_scale
-from flame.train.parallelize import reshard
+from flame.train.optimizer import JoinedOptimizer, apply_hyperparameters
+from flame.train.parallelize import reduce_gradients, reshard
 from flame.train.run import State, write_status
 from flame.train.schedule import lr_factor
 from flame.train.setup import Run, prepare
 from flame.train.signals import EXIT_PREEMPTED, StopRequest
+from flame.train.update import Update, UpdateAfterBackward, UpdateInBackward
 from flame.train.validation import validate
 
 MAX_SKIPPED_IN_A_ROW = 100
@@ -97,12 +108,13 @@ def run_steps(run: Run, stop: StopRequest, began: float, log_elsewhere: Callable
     in_seconds = config.checkpoint.interval_type == "seconds"
     save_seconds = config.checkpoint.interval if in_seconds else math.inf
     offload = offloading(config.activation_offload.mode, world.device)
-    parameters = list(run.module.parameters())
+    update = _make_update(run, saver)
     metrics_file = MetricsFile(folder / METRICS if world.is_main else None)
     color = use_color(disabled=config.metrics.disable_color_printing)
     source_names = [source.name for source in run.data.mixture.sources]
-    peak = peak_flops(world.device)
+    peak = None if run.flops is None else peak_flops(world.device, config.metrics.peak_tflops)
     clock = IntervalClock()
+    spike_rule, kept_losses = spike_rule_of(folder, world), deque[StepLosses](maxlen=MAX_STEPS_KEPT)
     elapsed_before, train_began = state.elapsed_seconds, time.monotonic()
     first_step, skipped_in_a_row, stopped = state.step + 1, 0, False
 
@@ -138,13 +150,10 @@ def run_steps(run: Run, stop: StopRequest, began: float, log_elsewhere: Callable
             )
             apply_hyperparameters(run.optimizer, config.optimizer, lr)
             torch.manual_seed(step_seed(training.seed, step, world.dp_rank))
-            own_loss = _backward(run.module, batch, offload)
-            grad_norm = clip_and_scale(parameters, 1.0 / max(num_labels, 1), training.max_norm)
-            skipped = num_labels == 0 or (training.skip_nan_inf and not bool(torch.isfinite(grad_norm)))
-            saver.before_update()
-            if not skipped:
-                run.optimizer.step()
-            run.optimizer.zero_grad(set_to_none=True)
+            update.begin(num_labels)
+            own_loss, sample_losses = _backward(run.module, batch, offload, geometry.window_len)
+            kept_losses.append(keep_losses(step, batch, num_labels, own_loss, sample_losses))
+            grad_norm, skipped = update.finish()
 
             # ---- the state after the step
             state = replace(
@@ -180,15 +189,16 @@ def run_steps(run: Run, stop: StopRequest, began: float, log_elsewhere: Callable
                     scores = {c.name: validate(run.module, c, geometry, world) for c in run.validation_sets}
                     reshard(run.module)
             if logs:
-                avg_loss, max_loss, tokens_by_source = _gather_losses(own_loss, batch, num_labels, world)
+                losses = gather_losses(kept_losses, spike_rule, geometry, len(source_names), world)
+                kept_losses.clear()
                 line = StepMetrics(
                     step=step,
                     consumed_samples=state.consumed_samples,
                     consumed_tokens=state.consumed_tokens,
                     segment=run.segment.number,
                     stage=run.sampler.stage_at(batch.consumed_samples - 1),
-                    avg_loss=avg_loss,
-                    max_loss=max_loss,
+                    losses=losses,
+                    source_names=source_names,
                     lr=lr,
                     grad_norm=float(grad_norm),
                     skipped_steps=state.skipped_steps,
@@ -196,13 +206,14 @@ def run_steps(run: Run, stop: StopRequest, began: float, log_elsewhere: Callable
                     world_size=world.size,
                     peak_flops=peak,
                     memory=memory_use(world.device),
-                    tokens_by_source=dict(zip(source_names, tokens_by_source, strict=True)),
                     validation=scores,
                 ).to_json()
                 metrics_file.write(line)
                 log_elsewhere(line)
                 elapsed = state.elapsed_seconds
                 log.info(console_line(line, total_steps=total_steps, elapsed_seconds=elapsed, color=color))
+                for spike in losses.spikes:
+                    log.info(spike_told(spike, folder))
             if step == first_step:  # logged, so that the device has done it
                 set_collective_timeout(world, config.comm.train_timeout_seconds)
                 log.info("first step done %.1f s after the start", time.monotonic() - began)
@@ -262,6 +273,20 @@ def _make_saver(run: Run) -> CheckpointSaver:
     )
 
 
+def _make_update(run: Run, saver: CheckpointSaver) -> Update:
+    """Return what updates the run's weights once a step."""
+    if run.config.optimizer.early_step_in_backward:
+        assert isinstance(run.optimizer, JoinedOptimizer), "build_optimizer made one"
+        return UpdateInBackward(run.optimizer, before_update=saver.before_update)
+    return UpdateAfterBackward(
+        run.optimizer,
+        list(run.module.parameters()),
+        max_norm=run.config.training.max_norm,
+        skip_not_finite=run.config.training.skip_nan_inf,
+        before_update=saver.before_update,
+    )
+
+
 def save_seed(run: Run) -> int:
     """Save the weights that the run would begin with as its step 0, for any number of ranks; returns 0."""
     if run.state.step > 0 or run.latest is not None:
@@ -313,41 +338,32 @@ def _alone_in(folder: Path, world: World) -> Iterator[None]:
 
 
 def _backward(
-    module: CausalLMLoss, batch: StepBatch, offload: Callable[[], contextlib.AbstractContextManager[Any]]
-) -> Tensor:
-    """Add the gradients of a rank's micro-batches, as sums over labels; returns the sum of its losses (fp32).
+    module: CausalLMLoss,
+    batch: StepBatch,
+    offload: Callable[[], contextlib.AbstractContextManager[Any]],
+    window_len: int,
+) -> tuple[Tensor, list[Tensor]]:
+    """Add the gradients of a rank's micro-batches, as sums over labels.
 
-    Forward runs in the context `offload()`.
+    Returns the sum of its losses (fp32), and those of each micro-batch's samples. Forward runs in `offload()`.
     """
     own_loss: Tensor | None = None
-    for micro in batch.micro_batches:
+    sample_losses: list[Tensor] = []
+    for index, micro in enumerate(batch.micro_batches):
+        reduce_gradients(module, index == len(batch.micro_batches) - 1)
         with offload():
-            loss_sum, _ = module(micro.input_ids, micro.labels, micro.positions, micro.cu_seqlens, micro.max_seqlen)
+            loss_sum, _, token_losses = module(
+                micro.input_ids, micro.labels, micro.positions, micro.cu_seqlens, micro.max_seqlen
+            )
         loss_sum.backward()
+        sample_losses.append(sum_by_sample(token_losses, window_len))
         own_loss = loss_sum.detach() if own_loss is None else own_loss + loss_sum.detach()
     assert own_loss is not None, "a step has a micro-batch"
-    return own_loss
+    return own_loss, sample_losses
 
 
 def _count_flops(flops: ModelFlops, batch: StepBatch) -> int:
     return sum(flops.count(micro.input_ids.numel(), micro.lengths) for micro in batch.micro_batches)
-
-
-def _gather_losses(
-    own_loss: Tensor, batch: StepBatch, num_labels: int, world: World
-) -> tuple[float | None, float | None, list[int]]:
-    """Return the loss a label over the global batch, the largest of the ranks' own, and the tokens of each source.
-
-    Ranks' sums are added in order of rank, in fp64. Waits for the device; logged steps only.
-    """
-    own = torch.tensor([float(own_loss), batch.num_labels, *batch.tokens_by_source.tolist()], dtype=torch.float64)
-    gathered = [torch.empty_like(own) for _ in range(world.size)]
-    dist.all_gather(gathered, own)
-    ranks = [values.tolist() for values in gathered]
-    average = math.fsum(values[0] for values in ranks) / num_labels if num_labels else None
-    means = [values[0] / values[1] for values in ranks if values[1]]
-    tokens = [int(sum(column)) for column in zip(*(values[2:] for values in ranks), strict=True)]
-    return average, max(means, default=None), tokens
 
 
 def _refuse_nan(grad_norm: Tensor, step: int) -> None:

@@ -11,7 +11,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from flame.train.log import log
+from flame.train.losses import LossReport
 
 _GIB = 1 << 30
 _RESET = "\033[0m"
@@ -88,15 +89,18 @@ class IntervalClock:
 
 @dataclass(frozen=True, kw_only=True)
 class StepMetrics:
-    """All that is logged of a step. Losses are in nats a label; `validation` maps a set's name to loss, ppl, bpb."""
+    """All that is logged of a step. Losses are in nats a label; `validation` maps a set's name to loss, ppl, bpb.
+
+    Losses and tokens, those of the sources too, are the step's, over all ranks; `interval` is the steps up to it.
+    """
 
     step: int
     consumed_samples: int
     consumed_tokens: int
     segment: int
     stage: int
-    avg_loss: float | None
-    max_loss: float | None
+    losses: LossReport
+    source_names: Sequence[str]
     lr: float
     grad_norm: float | None
     skipped_steps: int
@@ -104,8 +108,6 @@ class StepMetrics:
     world_size: int
     peak_flops: float | None = None
     memory: MemoryUse | None = None
-    loss_by_source: Mapping[str, float | None] = field(default_factory=dict)
-    tokens_by_source: Mapping[str, int] = field(default_factory=dict)
     validation: Mapping[str, Mapping[str, float | None]] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
@@ -117,15 +119,17 @@ class StepMetrics:
             "consumed_tokens": self.consumed_tokens,
             "segment": self.segment,
             "stage": self.stage,
-            "loss_metrics/global_avg_loss": self.avg_loss,
-            "loss_metrics/global_max_loss": self.max_loss,
+            "loss_metrics/global_avg_loss": self.losses.avg_loss,
+            "loss_metrics/global_max_loss": self.losses.max_loss,
             "optimizer/lr": self.lr,
             "optimizer/grad_norm": self.grad_norm,
             "optimizer/skipped_step": self.skipped_steps,
             **self._speed(),
             **self._memory(),
-            **{f"loss/{name}": loss for name, loss in self.loss_by_source.items()},
-            **{f"tokens/{name}": tokens for name, tokens in self.tokens_by_source.items()},
+            **{f"loss/{name}": loss for name, loss in zip(self.source_names, self.losses.by_source, strict=True)},
+            **{f"tokens/{name}": n for name, n in zip(self.source_names, self.losses.tokens_by_source, strict=True)},
+            "highest_losses": [row.to_json() for row in self.losses.rows],
+            "loss_spikes": [spike.to_json() for spike in self.losses.spikes],
         }
         for name, scores in self.validation.items():
             values |= {f"validation/{name}/{score}": value for score, value in scores.items()}

@@ -92,7 +92,7 @@ def validate(
         row = first_row + world.dp_rank
         batch = _row(chosen, min(row, num_rows - 1), geometry)
         micro = to_device(batch, world.device)
-        loss_sum, _ = module(micro.input_ids, micro.labels, micro.positions, micro.cu_seqlens, micro.max_seqlen)
+        loss_sum, *_ = module(micro.input_ids, micro.labels, micro.positions, micro.cu_seqlens, micro.max_seqlen)
         if row < num_rows:
             sums[row] = loss_sum.double().cpu()
             labels = batch.labels[batch.labels != IGNORE_INDEX]

@@ -248,7 +248,7 @@ def test_a_forward_in_training_is_the_exported_models_on_each_sequence_alone(
         micro = to_device(batch, torch.device("cpu"))
         names = ("input_ids", "labels", "positions", "cu_seqlens", "max_seqlen")
         with torch.no_grad():
-            loss, _ = prepared.module(**{name: getattr(micro, name) for name in names})
+            loss, *_ = prepared.module(**{name: getattr(micro, name) for name in names})
         reshard(prepared.module)
         seen.update(batch=batch, loss=float(loss))
         finish(prepared, *rest)

@@ -14,7 +14,7 @@ from flame.cli.mix import main as flame_mix
 from flame.train.__main__ import main as flame_train
 from flame.train.run import read_status
 from tests.faults import ids_trained, in_ranks, note_samples
-from tests.runs import TORCHRUN, arguments, make_training_folder, read_segments, run_training
+from tests.runs import TORCHRUN, arguments, make_training_folder, read_metrics, read_segments, run_training
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +91,24 @@ def test_one_step_and_one_rank_of_it_are_traced(run: Path, capsys: pytest.Captur
     ):
         assert flame_mix(["trace", *map(str, words)]) == 2
         assert told in capsys.readouterr().err
+
+
+def test_what_is_logged_of_a_step_s_losses_is_what_its_ranks_saw(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = read_metrics(run)
+    assert [line["step"] for line in lines] == list(range(1, 15))
+    scanned = printed(capsys, "trace", "--run", run, "--step", ":")
+    for line in lines:
+        of_step = [one for one in scanned if one["step"] == line["step"]]
+        rows = line["highest_losses"]
+        assert len(rows) == 3 and [row["loss"] for row in rows] == sorted((row["loss"] for row in rows), reverse=True)
+        assert rows[0]["loss"] >= line["loss_metrics/global_avg_loss"]
+        for row in rows:
+            place = {name: row[name] for name in ("rank", "micro_step", "batch_row")}
+            assert {one["k"] for one in of_step if place.items() <= one.items()} == set(range(*row["samples"]))
+        tokens = {name: sum(one["num_tokens"] for one in of_step if one["source"] == name) for name in ("web", "code")}
+        assert {name: line[f"tokens/{name}"] for name in tokens} == tokens
+        losses = [line[f"loss/{name}"] for name in tokens if line[f"loss/{name}"] is not None]
+        assert min(losses) - 1e-5 <= line["loss_metrics/global_avg_loss"] <= max(losses) + 1e-5
 
 
 def test_find_of_every_document_is_what_tracing_every_step_finds(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -40,7 +40,7 @@ def forward_and_backward(module: CausalLMLoss) -> tuple[Tensor, dict[str, Tensor
     cu_seqlens = torch.tensor([0, 20, T], dtype=torch.int32)
     positions = torch.cat([torch.arange(20), torch.arange(T - 20)])[None].int()
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss, _ = module(ids, ids, positions, cu_seqlens, T - 20)
+        loss, *_ = module(ids, ids, positions, cu_seqlens, T - 20)
     loss.backward()
     grads = {name: tensor.grad for name, tensor in named_tensors(module.model).items() if tensor.grad is not None}
     return loss.detach(), grads, kept

@@ -83,7 +83,7 @@ def content(step: StepBatch) -> Any:
         )
         for batch in step.micro_batches
     ]
-    return batches, step.num_labels, step.samples.tolist(), step.tokens_by_source.tolist(), step.consumed_samples
+    return batches, step.num_labels, step.samples.tolist(), step.sources.tolist(), step.consumed_samples
 
 
 def test_a_step_is_what_packing_its_samples_gives(sampler: Sampler, splits: list[Split]) -> None:
@@ -102,7 +102,11 @@ def test_a_step_is_what_packing_its_samples_gives(sampler: Sampler, splits: list
         assert int(got.lengths.sum()) == 2 * 2 * WINDOW
     assert step.num_labels == sum(int((batch.labels != IGNORE_INDEX).sum()) for batch in step.micro_batches)
     sources = np.concatenate([batch.sources for batch in batches])
-    assert step.tokens_by_source.tolist() == (np.bincount(sources, minlength=3) * WINDOW).tolist()
+    assert step.sources.tolist() == list(sources)
+    labels = [(batch.labels != -100).view(-1, WINDOW).sum(1) for batch in step.micro_batches]
+    assert (
+        step.labels_by_sample.tolist() == torch.cat(labels).tolist() and step.labels_by_sample.sum() == step.num_labels
+    )
 
 
 def test_without_varlen_rows_stay_rows(sampler: Sampler, splits: list[Split]) -> None:
@@ -252,7 +256,7 @@ def test_stages_hand_over_in_the_middle_of_a_step(mixture: Mixture, splits: list
     first, second = read_steps(Sampler(changed, splits, WINDOW), splits, geometry(), 2)
     assert content(first) == content(read_steps(sampler, splits, geometry(), 1)[0])
     before = sampler.counts(18) - sampler.counts(12)
-    assert second.tokens_by_source.tolist() == ((before + np.array([0, 6, 0])) * WINDOW).tolist()
+    assert np.bincount(second.sources, minlength=3).tolist() == (before + np.array([0, 6, 0])).tolist()
 
 
 def test_a_batch_moves_to_its_device(sampler: Sampler, splits: list[Split]) -> None:

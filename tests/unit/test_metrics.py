@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from flame.train.flops import AttentionLayer, ModelFlops, model_flops, peak_flops
 from flame.train.log import log
+from flame.train.losses import LossReport, Row, Spike
 from flame.train.metrics import (
     Interval,
     IntervalClock,
@@ -22,7 +22,7 @@ from flame.train.metrics import (
     console_line,
     memory_use,
 )
-from tests.tiny_states import file_size_limit, one_rank, shard, tiny_llama
+from tests.tiny_states import file_size_limit
 
 NAMES_THAT_PEOPLE_PLOT = {
     "loss_metrics/global_avg_loss",
@@ -41,7 +41,21 @@ NAMES_THAT_PEOPLE_PLOT = {
     "optimizer/grad_norm",
     "optimizer/skipped_step",
 }
+ROW = Row(rank=1, micro_step=0, batch_row=3, first_sample=40, stop_sample=42, loss=6.5)
 INTERVAL = Interval(num_steps=10, seconds=20.0, wait_seconds=0.5, num_tokens=8_000, flops=4_000_000_000_000)
+
+
+def losses(**changes: Any) -> LossReport:
+    arguments: dict[str, Any] = {
+        "avg_loss": 3.25,
+        "max_loss": 4.5,
+        "by_source": (3.0, None),
+        "tokens_by_source": (6_000, 2_000),
+        "rows": (ROW,),
+        "spikes": (),
+        **changes,
+    }
+    return LossReport(**arguments)
 
 
 def metrics(**changes: Any) -> StepMetrics:
@@ -51,8 +65,8 @@ def metrics(**changes: Any) -> StepMetrics:
         "consumed_tokens": 24_000,
         "segment": 1,
         "stage": 0,
-        "avg_loss": 3.25,
-        "max_loss": 4.5,
+        "losses": losses(),
+        "source_names": ("web", "code"),
         "lr": 1e-3,
         "grad_norm": 0.75,
         "skipped_steps": 2,
@@ -67,8 +81,6 @@ def test_every_name_is_there_and_the_arithmetic_is_right() -> None:
     line = metrics(
         peak_flops=1e12,
         memory=MemoryUse(max_active_gib=1.5, max_reserved_gib=2.0, num_alloc_retries=0, num_ooms=0),
-        loss_by_source={"web": 3.0, "code": None},
-        tokens_by_source={"web": 6_000, "code": 2_000},
         validation={"web": {"loss": 3.5, "ppl": 33.1, "bpb": None}},
     ).to_json()
     assert set(line) >= NAMES_THAT_PEOPLE_PLOT
@@ -83,11 +95,14 @@ def test_every_name_is_there_and_the_arithmetic_is_right() -> None:
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf"), None])
 def test_null_never_nan(tmp_path: Path, number: float | None) -> None:
-    line = metrics(avg_loss=number, max_loss=number, grad_norm=number, loss_by_source={"web": number}).to_json()
+    row = replace(ROW, loss=float("inf") if number is None else number)
+    spike = Spike(step=29, loss=row.loss, limit=4.0, rows=(row,))
+    told = losses(avg_loss=number, max_loss=number, by_source=(number, None), rows=(row,), spikes=(spike,))
+    line = metrics(losses=told, grad_norm=number).to_json()
     MetricsFile(tmp_path / "metrics.jsonl").write(line)
     read = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=lambda word: pytest.fail(word))
     assert read["loss_metrics/global_avg_loss"] is None and read["optimizer/grad_norm"] is None
-    assert read["loss/web"] is None
+    assert read["loss/web"] is None and read["highest_losses"][0]["loss"] is read["loss_spikes"][0]["loss"] is None
     console_line(line, total_steps=100, elapsed_seconds=1.0)
 
 
@@ -154,37 +169,4 @@ def test_a_disk_that_refuses_is_told_once_and_leaves_whole_lines(
 
 
 def test_a_cpu_has_no_memory_metrics_and_no_peak() -> None:
-    assert memory_use(torch.device("cpu")) is None and peak_flops(torch.device("cpu")) is None
-
-
-def test_flops_of_a_transformer_by_hand() -> None:
-    model = tiny_llama()
-    per_layer = 16 * 16 + 2 * 8 * 16 + 16 * 16 + 3 * 16 * 24  # q, k and v, o, mlp
-    parameters = 2 * per_layer + 40 * 16  # and the head, not the embedding
-    flops = model_flops(model, model.config)
-    assert flops == ModelFlops(matmul_parameters=parameters, attention=(AttentionLayer(width=16),) * 2)
-    assert flops.count(100, np.array([60, 40])) == 6 * parameters * 100 + 2 * 6 * 16 * (60**2 + 40**2)
-    assert flops.count(100, np.array([100])) > flops.count(100, np.full(10, 10))
-    tied = tiny_llama(tied=True)
-    assert model_flops(tied, tied.config) == flops, "a tied head multiplies all the same"
-    with one_rank() as world:
-        assert model_flops(shard(model, world), model.config) == flops
-
-
-def test_a_window_limits_the_pairs() -> None:
-    flops = ModelFlops(matmul_parameters=0, attention=(AttentionLayer(width=1, window=4),))
-    full = ModelFlops(matmul_parameters=0, attention=(AttentionLayer(width=1),))
-    assert flops.count(0, np.array([3, 4])) == full.count(0, np.array([3, 4]))
-    assert flops.count(0, np.array([10])) == 6 * (4 * 4 + 2 * 4 * 6)
-
-
-def test_large_steps_do_not_overflow() -> None:
-    flops = ModelFlops(matmul_parameters=7 * 10**9, attention=(AttentionLayer(width=4096),) * 32)
-    lengths = np.full(16, 2**20, dtype=np.int32)
-    assert flops.count(2**24, lengths) == 6 * 7 * 10**9 * 2**24 + 32 * 6 * 4096 * 16 * 2**40
-
-
-def test_families_without_a_formula_have_none() -> None:
-    model = tiny_llama()
-    model.config.model_type = "gla"
-    assert model_flops(model, model.config) is None
+    assert memory_use(torch.device("cpu")) is None

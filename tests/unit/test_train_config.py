@@ -99,6 +99,7 @@ SURFACE: dict[str, Any] = {
     "metrics.enable_wandb": False,
     "metrics.enable_trackio": False,
     "metrics.disable_color_printing": False,
+    "metrics.peak_tflops": None,
     "metrics.rank_0_only": True,
     "metrics.save_for_all_ranks": None,
     "checkpoint.enable_checkpoint": True,
