@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,7 +40,6 @@ NOT_AVAILABLE_YET: dict[str, tuple[Any, ...] | None] = {
     "training.tensor_parallel_degree": None,
     "training.disable_loss_parallel": None,
     "training.enable_cpu_offload": None,
-    "optimizer.early_step_in_backward": None,
     "checkpoint.exclude_from_loading": None,
     "float8.enable_float8_linear": None,
     "float8.enable_fsdp_float8_all_gather": None,
@@ -119,6 +119,7 @@ def parse_train_config(argv: Sequence[str]) -> TrainConfig:
     config: TrainConfig = parse_sections(TrainConfig, argv, program="flame-train", translate=_translate)
     refuse_preprocessing(config.training, config.model.tokenizer_path)
     refuse_not_available(config)
+    refuse_with_early_step(config)
     refuse_absent_loggers(config.metrics)
     if config.model.config is None:
         raise UsageError("flame-train needs --model.config", fix="For example --model.config configs/llama_340M.json")
@@ -196,6 +197,29 @@ def refuse_not_available(config: TrainConfig) -> None:
         if values[name] in refused if refused is not None else values[name] != default:
             fix = "Leave it away" if default in (None, ()) else f"Leave it away: the default is {_shown(default)}"
             raise UsageError(f"--{name} {_shown(values[name])} is not available yet", fix=fix)
+
+
+def refuse_with_early_step(config: TrainConfig) -> None:
+    """Refuse what needs the whole gradient, or several backwards, where weights are updated in backward."""
+    if not config.optimizer.early_step_in_backward:
+        return
+    training = config.training
+    for name, value, needed in (
+        ("training.max_norm", training.max_norm, math.inf),
+        ("training.skip_nan_inf", training.skip_nan_inf, False),
+        ("training.gradient_accumulation_steps", training.gradient_accumulation_steps, 1),
+    ):
+        if value != needed:
+            raise UsageError(
+                "--optimizer.early_step_in_backward updates each weight before the whole gradient is known",
+                got=f"--{name} {_shown(value)}",
+                fix=f"Add --{name} {_shown(needed)}, or leave early_step_in_backward away",
+            )
+    if config.optimizer.name == "Muon":
+        raise UsageError(
+            "--optimizer.early_step_in_backward updates one weight at a time, and Muon needs several: ranks share them",
+            fix="Choose another --optimizer.name, or leave early_step_in_backward away",
+        )
 
 
 def flatten(config: TrainConfig) -> dict[str, Any]:

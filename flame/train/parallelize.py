@@ -72,6 +72,17 @@ def parallelize(
             setattr(parameter, mark, value)
 
 
+def reduce_gradients(module: nn.Module, on: bool) -> None:
+    """Say whether the backwards to come sum gradients over the ranks: the last of a step does, for all of them.
+
+    Those before it add up whole gradients, in the dtype of the reduction, on each rank: a step has one reduction, and
+    with several micro-batches each rank needs memory for a whole gradient.
+    """
+    assert isinstance(module, FSDPModule), "parallelize made it one"
+    module.set_requires_gradient_sync(on)
+    module.set_is_last_backward(on)
+
+
 def reshard(module: nn.Module) -> None:
     """Free gathered weights, so that `module`'s parameters are its fp32 shards again; to call after evaluation.
 
