@@ -10,6 +10,7 @@ content that are as long as real ones (they take no room), one a task.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import resource
 import sys
@@ -27,8 +28,9 @@ from flame.preprocess.plan import InputFile, plan_tasks
 from flame.preprocess.plan_file import Plan, input_entry, read_plan, read_tasks, write_pieces, write_plan
 from flame.preprocess.ranges import TaskRange
 from flame.preprocess.readers.columns import Columns
+from flame.preprocess.records import with_checksum
 from flame.preprocess.seal import seal
-from flame.shards.format import HEADER_BYTES, MANIFEST, shard_name, tokens_path
+from flame.shards.format import HEADER_BYTES, MANIFEST, ends_path, shard_name, tokens_path
 from flame.shards.manifest import TokenizerInfo, read_manifest
 
 T = TypeVar("T")
@@ -68,10 +70,12 @@ def rows(corpus: Path, num_files: int, text_bytes: int) -> Iterator[tuple[str, f
     yield "pieces", sum(len(task.pieces) for task in plan.tasks), ""
     yield "tasks", plan.num_tasks, ""
     yield "memory of the planner", memory_mb(), "MB"
-    yield "write plan.json", timed(lambda: write_plan(corpus, plan))[0], "s"
-    yield "plan.json", size_mb(corpus / PLAN), "MB"
-    yield "write the pieces for array jobs", timed(lambda: write_pieces(corpus, plan))[0], "s"
+    seconds, pieces = timed(lambda: write_pieces(corpus, plan))
+    yield "write the pieces for array jobs", seconds, "s"
     yield "pieces.parquet", size_mb(corpus / PIECES), "MB"
+    planned = dataclasses.replace(plan, pieces=pieces)
+    yield "write plan.json", timed(lambda: write_plan(corpus, planned))[0], "s"
+    yield "plan.json", size_mb(corpus / PLAN), "MB"
 
     def read_share() -> Plan:
         found = read_plan(corpus)
@@ -154,10 +158,12 @@ def make_receipts(corpus: Path, plan: Plan) -> None:
             "errors": 0,
             "repaired": {},
             "splits": {"train": [shard]},
+            "val_docs": [],
         }
-        receipt_path(corpus, task).write_text(json.dumps(receipt, indent=2))
-        with open(tokens_path(corpus, "train", shard_name(task, 0)), "wb") as file:
-            file.truncate(HEADER_BYTES + 4 * 268_435_456)
+        receipt_path(corpus, task).write_text(json.dumps(with_checksum(receipt), indent=2))
+        for path, num_bytes in ((tokens_path, 4 * 268_435_456), (ends_path, 8 * 350_000)):
+            with open(path(corpus, "train", shard_name(task, 0)), "wb") as file:
+                file.truncate(HEADER_BYTES + num_bytes)
 
 
 def seal_all(corpus: Path, receipts: dict[int, dict[str, Any]]) -> None:

@@ -67,9 +67,8 @@ def shared_plan(
             made = dataclasses.replace(make_plan(), asked=asked, num_ranges=options.task_range.count)
             if (corpus / PLAN).is_file():
                 check_same_plan(corpus, made)  # a build without shares began it
-            write_pieces(corpus, made)
-            write_plan(corpus, made)
-            plan = made
+            plan = dataclasses.replace(made, pieces=write_pieces(corpus, made))
+            write_plan(corpus, plan)
     _check_asked(corpus, plan, asked, found, options.on_error)
     wanted = options.task_range.tasks(plan.num_tasks)
     return dataclasses.replace(plan, tasks=read_tasks(corpus, plan, wanted))

@@ -151,10 +151,9 @@ def _run_share(options: BuildOptions, found: Sequence[FoundFile], tokenizer: Tok
 
 
 def _write_tokenizer(corpus: Path, tokenizer: TokenizerSpec, loaded: Loaded) -> None:
-    """Write the tokenizer's files and the engine's screen, where they are not there."""
-    if not (corpus / TOKENIZER_FOLDER).is_dir():
-        with named_disk_errors(corpus, len(tokenizer.json)):
-            copy_tokenizer(tokenizer, corpus / TOKENIZER_FOLDER)
+    """Write the tokenizer's files, where they are not there, and the engine's screen."""
+    with named_disk_errors(corpus, len(tokenizer.json)):
+        copy_tokenizer(tokenizer, corpus / TOKENIZER_FOLDER)
     if loaded.screen is not None and loaded.screen_key is not None:
         write_screen(corpus / SCREEN, loaded.screen, loaded.screen_key)
 

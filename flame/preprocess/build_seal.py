@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from flame.errors import CorpusError
+from flame.errors import CorpusError, FlameError
 from flame.files import exclusive_lock, remove_tree
 from flame.preprocess.array_job import missing_tasks
 from flame.preprocess.ceiling import ErrorCount, too_many_errors
@@ -16,6 +16,7 @@ from flame.preprocess.engines import ENGINES
 from flame.preprocess.folder import CLAIMS, LOCK, read_receipts, remove_strays
 from flame.preprocess.plan_file import Plan, no_workers, read_plan
 from flame.preprocess.ranges import stretches
+from flame.preprocess.records import damaged
 from flame.preprocess.seal import seal
 from flame.preprocess.task_settings import docs_schema
 from flame.preprocess.tokenizer import TokenizerSpec, read_tokenizer
@@ -44,20 +45,31 @@ def seal_shares(options: BuildOptions) -> int:
         if error is not None:
             raise error
         remove_strays(corpus, receipts.values())
-        tokenizer = read_tokenizer(
-            corpus / TOKENIZER_FOLDER,
-            eos_token=plan.options["eos_token"],
-            bos=plan.options["bos"],
-            parse_special=plan.options["special_text"] == "parsed",
-        )
-        if tokenizer.info.fingerprint != plan.options["tokenizer"]:
-            raise CorpusError("the copied tokenizer is not the one of the plan", where=corpus / TOKENIZER_FOLDER)
+        tokenizer = _copied_tokenizer(corpus, plan)
         engine = Counter(receipt["engine"] for receipt in receipts.values()).most_common(1)[0][0]
         manifest = seal_build(options, plan, tokenizer, engine)
         remove_tree(corpus / CLAIMS)
     tokens = sum(split.num_tokens for split in manifest.splits.values())
     print(summary(corpus, manifest, num_tokens=tokens, seconds=time.monotonic() - started))
     return 0
+
+
+def _copied_tokenizer(corpus: Path, plan: Plan) -> TokenizerSpec:
+    """Return the tokenizer of the shares, as its copy in the corpus says it."""
+    folder = corpus / TOKENIZER_FOLDER
+    again = "Run one share again: it writes the tokenizer's files anew, and its tasks are kept"
+    try:
+        tokenizer = read_tokenizer(
+            folder,
+            eos_token=plan.options["eos_token"],
+            bos=plan.options["bos"],
+            parse_special=plan.options["special_text"] == "parsed",
+        )
+    except FlameError as error:
+        raise damaged(folder, got=error.what, fix=again) from error
+    if tokenizer.info.fingerprint != plan.options["tokenizer"]:
+        raise damaged(folder, got="another tokenizer than the plan's", fix=again)
+    return tokenizer
 
 
 def seal_build(options: BuildOptions, plan: Plan, tokenizer: TokenizerSpec, engine: str) -> Manifest:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from flame.files import exclusive_lock, remove_tree
+from flame.files import exclusive_lock, named_disk_errors, remove_tree
 from flame.preprocess.build_plan import output_options, task_settings
 from flame.preprocess.build_seal import finished_receipts, summary
 from flame.preprocess.convert_config import ConvertOptions
@@ -65,7 +65,7 @@ def make_corpus(options: ConvertOptions) -> int:
             if (options.output / MANIFEST).is_file():
                 return say_finished(options.output, plan)
             adopt(options.output, plan)
-            if not (options.output / TOKENIZER_FOLDER).is_dir():
+            with named_disk_errors(options.output, len(tokenizer.json)):
                 copy_tokenizer(tokenizer, options.output / TOKENIZER_FOLDER)
             num_tokens = _run_tasks(options, plan, settings, executor)
             manifest = _seal(options, plan, settings, tokenizer)

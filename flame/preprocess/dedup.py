@@ -7,12 +7,13 @@ order of the input stays, and the places of the others are written task by task.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from flame.files import (
@@ -23,10 +24,9 @@ from flame.files import (
     remove_tree,
     temporary_path,
     write_bytes,
-    write_json,
 )
-from flame.preprocess.folder import intact
 from flame.preprocess.holdout import text_hashes
+from flame.preprocess.records import checksum_of, damaged, intact, read_record, write_record
 from flame.preprocess.texts import Documents
 
 # `place` is the document's number in its task, the texts that were refused before not counted.
@@ -82,6 +82,7 @@ class RunWriter:
         self._num_waiting = 0
         self._runs: list[NDArray[np.int64]] = []
         self._copies: list[NDArray[np.uint64]] = []
+        self._checksums: list[str] = []
         self._file = open(temporary_path(_records(self._path)), "wb")  # noqa: SIM115 (`finish` and `abort` do)
 
     def add(self, records: NDArray[np.void]) -> None:
@@ -97,7 +98,8 @@ class RunWriter:
         self._copies.append(records["place"][copies])
         run = records[first]
         with named_disk_errors(self._path, run.nbytes):
-            self._file.write(run.tobytes())
+            self._file.write(data := run.tobytes())
+        self._checksums.append(checksum_of(data))
         self._runs.append(np.searchsorted(_slice_of(run), np.arange(SLICES + 1)))
 
     def finish(self) -> None:
@@ -107,9 +109,9 @@ class RunWriter:
             self._file.close()
             fsync_file(Path(self._file.name))
             publish(Path(self._file.name), _records(self._path))
-        write_bytes(_runs(self._path), np.array(self._runs, "<u4").tobytes())
-        write_bytes(_copies(self._path), np.concatenate([*self._copies, np.zeros(0, "<u8")]).astype("<u8").tobytes())
-        write_json(self._path.with_suffix(".json"), self._receipt)
+        write_sealed(_runs(self._path), np.array(self._runs, "<u4").tobytes())
+        write_sealed(_copies(self._path), np.concatenate([*self._copies, np.zeros(0, "<u8")]).astype("<u8").tobytes())
+        write_record(_receipt(self._path), self._receipt | {"runs": self._checksums})
 
     def abort(self) -> None:
         self._file.close()
@@ -132,22 +134,48 @@ def _copies(path: Path) -> Path:
     return path.with_suffix(".copies")
 
 
+def _receipt(path: Path) -> Path:
+    return path.with_suffix(".json")
+
+
+def write_sealed(path: Path, data: bytes) -> None:
+    """Write a small file that ends with the checksum of the rest."""
+    write_bytes(path, data + xxhash.xxh3_128_digest(data))
+
+
+def read_sealed(path: Path, dtype: str, *, fix: str) -> NDArray[Any]:
+    """Return the numbers that `write_sealed` wrote; `CorpusError` where they are others, or none."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError as error:
+        raise damaged(path, got="no such file", fix=fix) from error
+    if xxhash.xxh3_128_digest(data[:-16]) != data[-16:]:
+        raise damaged(path, got="its content was changed after it was written", fix=fix)
+    return np.frombuffer(data[:-16], dtype)
+
+
+def _hash_again(path: Path) -> str:
+    return f"Delete {_receipt(path)} and run the same command again: its task is hashed again"
+
+
 def read_done(folder: Path, plan_digest: str) -> set[int]:
     """Return the tasks of this plan whose records are complete; `CorpusError` where it cannot be told."""
     receipts = [_read_receipt(path) for path in folder.glob("task-*.json")]
-    return {task for task, plan in receipts if plan == plan_digest}
+    return {receipt["task"] for receipt in receipts if receipt["plan"] == plan_digest}
 
 
 def is_done(folder: Path, task: int, plan_digest: str) -> bool:
     """Whether the records of a task of this plan are complete."""
-    path = (folder / _NAME.format(task)).with_suffix(".json")
-    return path.exists() and _read_receipt(path) == (task, plan_digest)
+    path = _receipt(folder / _NAME.format(task))
+    return path.exists() and _read_receipt(path)["plan"] == plan_digest
 
 
-def _read_receipt(path: Path) -> tuple[int, str]:
+def _read_receipt(path: Path) -> dict[str, Any]:
     with intact(path, fix="Delete this file and run the same command again: its task is hashed again"):
-        receipt = json.loads(path.read_bytes())
-        return int(receipt["task"]), str(receipt["plan"])
+        receipt = read_record(path)
+        if path.stem != _NAME.format(receipt["task"]):
+            raise ValueError(f"it is the receipt of task {receipt['task']}")
+        return receipt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,10 +186,21 @@ class _Run:
     path: Path
     start: int
     slices: NDArray[np.uint32]
+    checksum: str
+    digest: xxhash.xxh3_128 = field(default_factory=xxhash.xxh3_128)
 
     def read(self, first: int, last: int) -> NDArray[np.void]:
+        """Return the records of some slices; all are to be read, in order, so that damage is seen at the last."""
         start, stop = int(self.slices[first]), int(self.slices[last])
-        return np.fromfile(self.path, RECORD, count=stop - start, offset=(self.start + start) * RECORD.itemsize)
+        try:
+            found = np.fromfile(self.path, RECORD, count=stop - start, offset=(self.start + start) * RECORD.itemsize)
+        except OSError:  # it ends before
+            found = np.zeros(0, RECORD)
+        self.digest.update(found.tobytes())
+        if len(found) < stop - start or (last == SLICES and f"xxh3:{self.digest.hexdigest()}" != self.checksum):
+            path = self.path.with_suffix("")
+            raise damaged(self.path, got="its content was changed after it was written", fix=_hash_again(path))
+        return found
 
 
 def merge(folder: Path, tasks: Sequence[int], target: Path) -> int:
@@ -175,7 +214,8 @@ def merge(folder: Path, tasks: Sequence[int], target: Path) -> int:
     number = 0
     waiting: list[tuple[NDArray[np.int32], NDArray[np.uint64]]] = []
     for task in tasks:
-        found = np.fromfile(_copies(folder / _NAME.format(task)), "<u8")
+        path = folder / _NAME.format(task)
+        found = read_sealed(_copies(path), "<u8", fix=_hash_again(path))
         number += len(found)
         _append(temporary, [(np.full(len(found), task, np.int32), found)])
     for task_numbers, records in _slices(_find_runs(folder, tasks)):
@@ -186,8 +226,8 @@ def merge(folder: Path, tasks: Sequence[int], target: Path) -> int:
             _append(temporary, waiting)
             waiting = []
     _append(temporary, waiting)
-    for path in temporary.iterdir():
-        fsync_file(path)
+    for task in tasks:
+        _seal_places(temporary / _NAME.format(task))
     fsync_folder(temporary)
     publish(temporary, target)
     return number
@@ -198,8 +238,9 @@ def _find_runs(folder: Path, tasks: Sequence[int]) -> list[_Run]:
     for task in tasks:
         path = folder / _NAME.format(task)
         start = 0
-        for slices in np.fromfile(_runs(path), "<u4").reshape(-1, SLICES + 1):
-            runs.append(_Run(task=task, path=_records(path), start=start, slices=slices))
+        slices_of_runs = read_sealed(_runs(path), "<u4", fix=_hash_again(path)).reshape(-1, SLICES + 1)
+        for slices, checksum in zip(slices_of_runs, _read_receipt(_receipt(path))["runs"], strict=True):
+            runs.append(_Run(task=task, path=_records(path), start=start, slices=slices, checksum=checksum))
             start += int(slices[-1])
     return runs
 
@@ -232,6 +273,14 @@ def _append(folder: Path, found: Sequence[tuple[NDArray[np.int32], NDArray[np.ui
                 file.write(part.astype("<u8").tobytes())
 
 
+def _seal_places(path: Path) -> None:
+    """End a task's file of places with its checksum; a task without copies gets one too, so that none is missed."""
+    with named_disk_errors(path), open(path, "a+b") as file:
+        file.seek(0)
+        file.write(xxhash.xxh3_128_digest(file.read()))
+    fsync_file(path)
+
+
 @dataclass
 class Copies:
     """The documents of a task that are copies, asked for batch by batch in the order of the task."""
@@ -242,10 +291,8 @@ class Copies:
     @staticmethod
     def of_task(folder: Path, task: int) -> Copies:
         """Read what `merge` wrote. Memory: 8 bytes a copy of the task."""
-        try:
-            return Copies(np.sort(np.fromfile(folder / _NAME.format(task), "<u8")))
-        except FileNotFoundError:
-            return Copies(np.zeros(0, "<u8"))
+        fix = f"Delete {folder} and run the same command again: copies are looked for again"
+        return Copies(np.sort(read_sealed(folder / _NAME.format(task), "<u8", fix=fix)))
 
     def keep(self, count: int) -> NDArray[np.bool_]:
         """Return which of the next `count` documents are no copies."""

@@ -30,7 +30,7 @@ def check_docs(path: Path, shard: ShardInfo) -> Iterator[Problem]:
             yield from _check_rows(path, file, shard)
     except FileNotFoundError:
         yield Problem(path=path, text="a file of the corpus is absent")
-    except (OSError, pa.ArrowException) as error:
+    except (OSError, ValueError, pa.ArrowException) as error:
         size_bytes = path.stat().st_size if path.is_file() else None
         yield Problem(path=path, text=_unread(error), bytes=None if size_bytes is None else (0, size_bytes))
 
@@ -44,7 +44,7 @@ def _check_rows(path: Path, file: Any, shard: ShardInfo) -> Iterator[Problem]:
         try:
             table = file.read_row_group(group)
             column = table.column("num_bytes").to_numpy()
-        except (OSError, pa.ArrowException) as error:
+        except (OSError, ValueError, pa.ArrowException) as error:
             is_whole = False
             text = f"rows {first} to {num_rows - 1}: {_unread(error)}"
             yield Problem(path=path, text=text, bytes=_bytes_of(metadata))

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from flame.errors import CorpusError
 from flame.files import TEMPORARY_SUFFIX, fsync_folder, remove_tree, temporary_path
+from flame.preprocess.records import intact, read_record
 from flame.shards.format import (
     BUILD_FOLDER,
+    END_DTYPE,
     HEADER_BYTES,
     MANIFEST,
     REJECTS_FOLDER,
@@ -49,7 +50,7 @@ _STARTED = (
 
 
 # What a receipt holds and later steps rely on.
-_RECEIPT_FIELDS = {"task": int, "engine": str, "rejects": dict, "repaired": dict, "splits": dict}
+_RECEIPT_FIELDS = {"task": int, "engine": str, "rejects": dict, "repaired": dict, "splits": dict, "val_docs": list}
 
 
 def receipt_path(corpus: Path, task: int) -> Path:
@@ -114,7 +115,7 @@ def read_receipt(corpus: Path, plan_digest: str, task: int) -> dict[str, Any] | 
 def _read_receipt(corpus: Path, path: Path, plan_digest: str) -> dict[str, Any] | None:
     with intact(path, fix="Delete this file and run the same command again: its task is run again"):
         try:
-            receipt: dict[str, Any] = json.loads(path.read_bytes())
+            receipt = read_record(path)
         except FileNotFoundError:
             return None
         if receipt["plan"] != plan_digest:
@@ -122,22 +123,10 @@ def _read_receipt(corpus: Path, path: Path, plan_digest: str) -> dict[str, Any] 
         for name, kind in _RECEIPT_FIELDS.items():
             if not isinstance(receipt[name], kind):
                 raise TypeError(f"{name} is {receipt[name]!r}")
+        if receipt_path(corpus, receipt["task"]) != path:
+            raise ValueError(f"it is the receipt of task {receipt['task']}")
         whole = all(_is_whole(corpus, split, ShardInfo(**shard)) for split, shard in shards_of(receipt))
     return receipt if whole else None
-
-
-@contextmanager
-def intact(path: Path, *, fix: str) -> Iterator[None]:
-    """Raise `CorpusError` where a file of the build, read and taken apart within, is not what a build wrote."""
-    try:
-        yield
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise CorpusError(
-            "a file that the build keeps in its folder is damaged",
-            where=path,
-            got=f"{type(error).__name__}: {error}",
-            fix=fix,
-        ) from error
 
 
 def remove_task(corpus: Path, task: int) -> None:
@@ -172,9 +161,13 @@ def split_folder(corpus: Path, split: str) -> Path:
 
 
 def _is_whole(corpus: Path, split: str, shard: ShardInfo) -> bool:
-    path = tokens_path(split_folder(corpus, split), split, shard.name)
+    folder = split_folder(corpus, split)
+    sizes = {
+        tokens_path(folder, split, shard.name): shard.num_tokens * TOKEN_DTYPE.itemsize,
+        ends_path(folder, split, shard.name): shard.num_documents * END_DTYPE.itemsize,
+    }
     try:
-        return path.stat().st_size == HEADER_BYTES + shard.num_tokens * TOKEN_DTYPE.itemsize
+        return all(path.stat().st_size == HEADER_BYTES + size for path, size in sizes.items())
     except FileNotFoundError:
         return False
 

@@ -16,19 +16,19 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from flame.errors import CorpusError, FlameError
-from flame.files import exclusive_lock, fsync_file, publish, sha256_of_json, temporary_path, write_json
+from flame.files import exclusive_lock, fsync_file, named_disk_errors, publish, sha256_of_json, temporary_path
 from flame.preprocess.folder import (
     PIECES,
     PLAN,
     WORKERS_LOCK,
     check_folder,
     differences,
-    intact,
     read_receipts,
     remove_strays,
 )
 from flame.preprocess.plan import PLAN_VERSION, InputFile, Piece, Task
 from flame.preprocess.readers.columns import Columns
+from flame.preprocess.records import check_record, checksum_of, intact, write_record
 from flame.preprocess.where import parse_where
 from flame.shards.manifest import read_manifest
 
@@ -51,7 +51,7 @@ class Plan:
     """What a build will do. `options` and `inputs` are all that decides its bytes, and what `digest` covers.
 
     `asked` is what the user said, before the inputs were looked at, `dataset` how they named them; `num_ranges` is how
-    many shares an array job said that it has.
+    many shares an array job said that it has, `pieces` the checksum of the file of its pieces.
     """
 
     options: Mapping[str, Any]
@@ -63,6 +63,7 @@ class Plan:
     dataset: Sequence[str] = ()
     asked: Mapping[str, Any] | None = None
     num_ranges: int | None = None
+    pieces: str | None = None
 
     @cached_property
     def digest(self) -> str:
@@ -94,6 +95,7 @@ class Plan:
             "kept_schema": base64.b64encode(self.columns.kept.serialize().to_pybytes()).decode(),
             "asked": self.asked,
             "num_ranges": self.num_ranges,
+            "pieces": self.pieces,
             "inputs": self.inputs,
         }
 
@@ -106,7 +108,7 @@ def input_entry(file: InputFile) -> dict[str, Any]:
 
 def write_plan(corpus: Path, plan: Plan) -> None:
     """Write plan.json, an input a line."""
-    write_json(corpus / PLAN, plan.to_json(), indent=None if len(plan.inputs) > 1000 else 2)
+    write_record(corpus / PLAN, plan.to_json(), indent=None if len(plan.inputs) > 1000 else 2)
 
 
 def read_plan(corpus: Path) -> Plan | None:
@@ -127,6 +129,7 @@ def read_plan(corpus: Path) -> Plan | None:
                 expected=f"version {PLAN_VERSION}",
                 fix="Finish it with that version, or build into a new folder",
             )
+        check_record(found)
         kept = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(found["kept_schema"])))
         where = found["options"].get("where")
         return Plan(
@@ -139,6 +142,7 @@ def read_plan(corpus: Path) -> Plan | None:
             dataset=found["dataset"],
             asked=found["asked"],
             num_ranges=found["num_ranges"],
+            pieces=found["pieces"],
         )
 
 
@@ -146,8 +150,11 @@ def _intact_plan(corpus: Path) -> AbstractContextManager[None]:
     return intact(corpus / PLAN, fix="Name a new folder in --output, or delete this one to build it again")
 
 
-def write_pieces(corpus: Path, plan: Plan) -> None:
-    """Write the pieces of all tasks, so that other processes need not look at the inputs to know them."""
+def write_pieces(corpus: Path, plan: Plan) -> str:
+    """Write the pieces of all tasks, so that other processes need not look at the inputs to know them.
+
+    Returns the file's checksum.
+    """
     number = {entry["path"]: index for index, entry in enumerate(plan.inputs)}
     pieces = [piece for task in plan.tasks for piece in task.pieces]
     columns: dict[str, list[Any]] = {
@@ -159,17 +166,21 @@ def write_pieces(corpus: Path, plan: Plan) -> None:
     table = pa.table([pa.array(columns[name], kind) for name, kind in _PIECE_FIELDS], schema=pa.schema(_PIECE_FIELDS))
     path = corpus / PIECES
     path.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(table, temporary_path(path), compression="zstd")
-    fsync_file(temporary_path(path))
-    publish(temporary_path(path), path)
+    with named_disk_errors(path, table.nbytes):
+        pq.write_table(table, temporary_path(path), compression="zstd")
+        fsync_file(temporary_path(path))
+        publish(temporary_path(path), path)
+    return checksum_of(path.read_bytes())
 
 
 def read_tasks(corpus: Path, plan: Plan, wanted: range) -> list[Task]:
     """Return the tasks of a stretch, from what `write_pieces` wrote."""
     with intact(corpus / PIECES, fix="Delete this file and run the same command again: the inputs are planned again"):
-        table = pq.read_table(
-            corpus / PIECES, filters=[("task", ">=", wanted.start), ("task", "<", wanted.stop)], use_threads=False
-        )
+        data = (corpus / PIECES).read_bytes()
+        if checksum_of(data) != plan.pieces:
+            raise ValueError("its content was changed after it was written")
+        share = [("task", ">=", wanted.start), ("task", "<", wanted.stop)]
+        table = pq.read_table(pa.BufferReader(data), filters=share, use_threads=False)
     pieces: dict[int, list[Piece]] = {task: [] for task in wanted}
     for row in table.to_pylist():
         entry = plan.inputs[row.pop("file")]
@@ -201,11 +212,12 @@ def check_same_plan(corpus: Path, plan: Plan) -> None:
     """Raise `CorpusError`, naming what differs or that it is damaged, unless the folder's plan is this one."""
     with _intact_plan(corpus):
         old = json.loads((corpus / PLAN).read_bytes())
-        if old["digest"] != plan.digest:
+        if old["version"] != PLAN_VERSION:
             found = differences(old, plan.to_json())
-            if old["version"] != PLAN_VERSION:
-                found = [f"the plan's version was {old['version']} and is {PLAN_VERSION}", *found]
-            raise another_build(corpus, found)
+            raise another_build(corpus, [f"the plan's version was {old['version']} and is {PLAN_VERSION}", *found])
+        check_record(old)
+        if old["digest"] != plan.digest:
+            raise another_build(corpus, differences(old, plan.to_json()))
         check_same_policy(corpus, old["on_error"], plan.on_error)
 
 

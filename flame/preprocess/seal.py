@@ -17,8 +17,10 @@ import pyarrow.parquet as pq
 from flame.errors import InputError
 from flame.files import named_disk_errors, remove_tree
 from flame.preprocess.blocks import Tokenized, write
-from flame.preprocess.folder import VAL_PARTS
+from flame.preprocess.folder import VAL_PARTS, receipt_path
 from flame.preprocess.holdout import HASH_COLUMN, first_copies
+from flame.preprocess.records import checksum_of, damaged
+from flame.shards.checksum import payload_checksum
 from flame.shards.format import HEADER_BYTES, TOKEN_DTYPE, docs_path, ends_path, tokens_path
 from flame.shards.manifest import Manifest, ShardInfo, SplitInfo, TokenizerInfo, write_manifest
 from flame.shards.writer import SplitWriter
@@ -50,6 +52,8 @@ def seal(
         repaired.update(receipt["repaired"])
     splits = {"train": SplitInfo.of(_shards(ordered, "train"))}
     if held_out:
+        for receipt in ordered:
+            _check_parts(corpus, receipt)
         parts = _shards(ordered, VAL_PARTS.name)
         merged, copies = _merge_val(corpus, parts, shard_tokens=shard_tokens, docs_schema=docs_schema)
         splits["val"] = SplitInfo.of(merged)
@@ -80,6 +84,29 @@ def seal(
 
 def _shards(receipts: Sequence[Mapping[str, Any]], split: str) -> tuple[ShardInfo, ...]:
     return tuple(ShardInfo(**shard) for receipt in receipts for shard in receipt["splits"][split])
+
+
+def _check_parts(corpus: Path, receipt: Mapping[str, Any]) -> None:
+    """Raise `CorpusError` unless a task's part of val is as it was written: merged, it gets checksums of its own."""
+    folder, split = corpus / VAL_PARTS.parent, VAL_PARTS.name
+    for shard, docs_checksum in zip(receipt["splits"][split], receipt["val_docs"], strict=True):
+        name = shard["name"]
+        for path, checksum, expected in (
+            (tokens_path(folder, split, name), payload_checksum, shard["tokens_checksum"]),
+            (ends_path(folder, split, name), payload_checksum, shard["ends_checksum"]),
+            (docs_path(folder, split, name), _file_checksum, docs_checksum),
+        ):
+            if checksum(path) != expected:
+                raise damaged(
+                    path,
+                    got="its content was changed after it was written",
+                    fix=f"Delete {receipt_path(corpus, receipt['task'])} and run the same command again: its task is "
+                    "run again",
+                )
+
+
+def _file_checksum(path: Path) -> str | None:
+    return checksum_of(path.read_bytes()) if path.is_file() else None
 
 
 def _merge_val(

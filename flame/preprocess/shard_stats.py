@@ -109,7 +109,7 @@ def _read_docs(path: Path, lengths: NDArray[np.int64]) -> tuple[NDArray[np.int64
     hosts: dict[str, tuple[int, int]] | None = None
     start = 0
     try:
-        with pq.ParquetFile(path) as file:
+        with pq.ParquetFile(path, page_checksum_verification=True) as file:
             if file.metadata.num_rows != len(lengths):
                 raise CorpusError(
                     "the provenance of a shard is not that of its documents",
@@ -129,7 +129,7 @@ def _read_docs(path: Path, lengths: NDArray[np.int64]) -> tuple[NDArray[np.int64
                 _add(sources, _grouped(batch.column("source_file"), tokens))
                 if hosts is not None:
                     _add(hosts, _grouped(hosts_of(batch.column("url")), tokens))
-    except (OSError, pa.ArrowException, KeyError) as error:
+    except (OSError, ValueError, KeyError, pa.ArrowException) as error:
         raise damaged(path, error) from error
     return np.concatenate(num_bytes), _rows(sources), None if hosts is None else _rows(hosts)
 

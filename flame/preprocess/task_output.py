@@ -10,12 +10,13 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from flame.files import write_json
 from flame.preprocess.blocks import BlockShuffler, Tokenized, write
 from flame.preprocess.folder import VAL_PARTS, receipt_path
 from flame.preprocess.holdout import HASH_COLUMN, held_out, text_hashes
+from flame.preprocess.records import checksum_of, write_record
 from flame.preprocess.rejects import Rejects
 from flame.preprocess.task_settings import TaskSettings
+from flame.shards.format import docs_path
 from flame.shards.writer import PROVENANCE_FIELDS, SplitWriter
 
 
@@ -79,7 +80,11 @@ def write_receipt(
     engine: str,
     redone: str | None = None,
 ) -> None:
-    """Write what a finished task made, when all of its files are in place; `redone` says why it was done again."""
+    """Write what a finished task made, when all of its files are in place; `redone` says why it was done again.
+
+    What is held out is read again when it is merged, so that checksums are kept of all its files.
+    """
+    val = settings.corpus / VAL_PARTS.parent, VAL_PARTS.name
     receipt = {
         "task": task,
         "plan": settings.plan_digest,
@@ -89,8 +94,11 @@ def write_receipt(
         "errors": rejects.errors,
         "repaired": dict(sorted(rejects.repaired.items())),
         "splits": splits,
+        "val_docs": [
+            checksum_of(docs_path(*val, shard["name"]).read_bytes()) for shard in splits.get(VAL_PARTS.name, [])
+        ],
     }
-    write_json(receipt_path(settings.corpus, task), receipt)
+    write_record(receipt_path(settings.corpus, task), receipt)
 
 
 def provenance_table(

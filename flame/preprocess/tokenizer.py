@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,10 +17,10 @@ from flame.files import (
     fsync_file,
     fsync_folder,
     publish,
+    read_json_object,
     remove_tree,
     sha256_of_json,
     temporary_path,
-    write_json,
 )
 from flame.preprocess.user_cache import keep, read_kept, user_cache
 from flame.shards.fingerprint import tokenizer_fingerprint
@@ -259,37 +258,49 @@ def _template_start(processor: dict[str, Any] | None) -> str | None:
 
 
 def copy_tokenizer(spec: TokenizerSpec, folder: Path) -> None:
-    """Publish the tokenizer's own files as `folder`, so that transformers loads it offline with this EOS and BOS."""
+    """Publish the tokenizer's own files as `folder`, so that transformers loads it offline with this EOS and BOS.
+
+    A folder that holds them is left as it is; one that damage has changed is replaced.
+    """
+    files = _own_files(spec)
+    if all((folder / name).is_file() and (folder / name).read_bytes() == data for name, data in files.items()):
+        return
     temporary = temporary_path(folder)
     remove_tree(temporary)
     temporary.mkdir(parents=True)
-    (temporary / TOKENIZER_JSON).write_bytes(spec.json)
-    for name in OWN_FILES:
-        source = None if spec.folder is None else spec.folder / name
-        if source is not None and source.is_file():
-            shutil.copyfile(source, temporary / name)
-    _settle_config(spec, temporary)
-    for path in temporary.iterdir():
-        fsync_file(path)
+    for name, data in files.items():
+        (temporary / name).write_bytes(data)
+        fsync_file(temporary / name)
     fsync_folder(temporary)
+    remove_tree(folder)
     publish(temporary, folder)
 
 
-def _settle_config(spec: TokenizerSpec, folder: Path) -> None:
-    """Make the copied settings name the EOS (and BOS) that the documents were written with."""
+def _own_files(spec: TokenizerSpec) -> dict[str, bytes]:
+    """Return the files of a copy, whose settings name the EOS (and BOS) that documents are written with."""
+    files = {TOKENIZER_JSON: spec.json}
+    for name in OWN_FILES:
+        source = None if spec.folder is None else spec.folder / name
+        if source is not None and source.is_file():
+            files[name] = source.read_bytes()
     tokens = {"eos_token": spec.eos_token}
     if spec.bos_token is not None:
         tokens["bos_token"] = spec.bos_token
     for name in (CONFIG, SPECIAL_TOKENS):
-        path = folder / name
-        if path.is_file():
-            value = json.loads(path.read_bytes())
+        if name in files:
+            assert spec.folder is not None
+            value = read_json_object(spec.folder / name, name, TokenizerError)
             wrong = {
                 key: token
                 for key, token in tokens.items()
                 if _token_text(value.get(key)) != token and (name == CONFIG or key in value)
             }
             if wrong:
-                write_json(path, value | wrong)
+                files[name] = _json_text(value | wrong)
         elif name == CONFIG:
-            write_json(path, {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 10**9} | tokens)
+            files[name] = _json_text({"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 10**9} | tokens)
+    return files
+
+
+def _json_text(value: dict[str, Any]) -> bytes:
+    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode("utf-8")

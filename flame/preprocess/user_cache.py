@@ -7,14 +7,13 @@ of another key is as good as none, and one that cannot be written is passed over
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from flame.errors import FlameError
-from flame.files import write_json
+from flame.preprocess.records import read_record, write_record
 
 
 def user_cache(kind: str, key: str) -> Path:
@@ -26,9 +25,9 @@ def user_cache(kind: str, key: str) -> Path:
 def read_kept(paths: Iterable[Path], key: str) -> dict[str, Any] | None:
     """Return the value of the first file that was kept under `key`; None where there is none."""
     for path in paths:
-        with contextlib.suppress(OSError, ValueError):
-            value = json.loads(path.read_bytes())
-            if isinstance(value, dict) and value.pop("key", None) == key:
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            value = read_record(path)
+            if value.pop("key", None) == key:
                 return value
     return None
 
@@ -36,4 +35,4 @@ def read_kept(paths: Iterable[Path], key: str) -> dict[str, Any] | None:
 def keep(path: Path, key: str, value: dict[str, Any]) -> None:
     """Keep a value under its key, where the folder can be written."""
     with contextlib.suppress(OSError, FlameError):
-        write_json(path, {"key": key} | value, indent=None)
+        write_record(path, {"key": key} | value, indent=None)

@@ -175,6 +175,9 @@ def manifest_from_json(value: Mapping[str, Any], path: Path) -> Manifest:
                 for name in ("rejects", "engine", "options", "inputs", "built")
             },
         )
+        for reason, number in manifest.rejects.items():
+            _count(number, f"rejects.{reason}")
+        _count(manifest.engine.get("redone_tasks", 0), "engine.redone_tasks")
     except _WrongPartError as wrong:
         raise DamagedManifestError(
             f"the corpus manifest is damaged at {wrong.where}",
@@ -211,6 +214,11 @@ def _of_type(kind: type[_Value], value: object, where: str, expected: str) -> _V
     return value
 
 
+def _count(value: object, where: str) -> None:
+    if _of_type(int, value, where, "a count") < 0:
+        raise _WrongPartError(where, value, "a count")
+
+
 def _record(kind: type[_Value], value: object, where: str) -> _Value:
     """Return a dataclass whose fields are texts, counts, or counts that may be null."""
     given = _of_type(dict, value, where, "an object")
@@ -219,8 +227,8 @@ def _record(kind: type[_Value], value: object, where: str) -> _Value:
         value, place = given.get(field_.name), f"{where}.{field_.name}"
         if field_.type == "str":
             _of_type(str, value, place, "a text")
-        elif not (field_.type == "int | None" and value is None) and _of_type(int, value, place, "a count") < 0:
-            raise _WrongPartError(place, value, "a count")
+        elif not (field_.type == "int | None" and value is None):
+            _count(value, place)
         arguments[field_.name] = value
     return kind(**arguments)
 

@@ -108,7 +108,7 @@ class ProvenanceReader:
                 last = (path, *_row_group_of(path, row, num_documents))
             except FileNotFoundError:
                 return {}
-            except (OSError, pa.ArrowException) as error:
+            except (OSError, ValueError, pa.ArrowException) as error:
                 raise damaged(path, error) from error
             self._last = last
         table, place = last[2], row - last[1]
@@ -143,7 +143,7 @@ def scan_columns(
                 table = file.read_row_group(group, columns=list(columns))
                 yield first, {name: _values(table.column(name)) for name in columns}
                 first += table.num_rows
-    except (OSError, pa.ArrowException) as error:
+    except (OSError, ValueError, pa.ArrowException) as error:
         raise damaged(path, error) from error
 
 
