@@ -2,7 +2,7 @@
 
 A logger is a function of `LOGGERS` that opens it for a run. The packages are extras of flame. One that is absent is
 told before the run starts; one that fails later, for any reason, is told once and is off for the rest of the process:
-watching a run never stops it.
+watching a run never stops it, and never slows it down.
 """
 
 from __future__ import annotations
@@ -10,8 +10,12 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import threading
+import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +25,12 @@ from flame.train.options import MetricsOptions
 
 DEFAULT_PROJECT = "flame"
 
+MAX_WAITING = 1000
+"""Logged steps that a logger may be behind."""
+CLOSE_SECONDS = 5.0
+
 # Without a network, wandb would wait for minutes, or for good. The user's own values win.
-_WANDB_PATIENCE = {"WANDB_LOGIN_TIMEOUT": "30", "WANDB_INIT_TIMEOUT": "30", "WANDB_FINISH_TIMEOUT": "60"}
+_WANDB_PATIENCE = {"WANDB_LOGIN_TIMEOUT": "30", "WANDB_INIT_TIMEOUT": "30"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,31 +73,113 @@ def _is_installed(package: str) -> bool:
 def open_loggers(run: LoggedRun) -> Iterator[Callable[[Mapping[str, Any]], None]]:
     """Give a function that logs a line of metrics.jsonl to all loggers of this rank; at the end, they are closed.
 
-    Only rank 0 logs, except to TensorBoard with metrics.rank_0_only false. Nothing that a logger raises gets out.
+    Only rank 0 logs, except to TensorBoard with metrics.rank_0_only false. Nothing that a logger raises gets out, and
+    none is waited for: each has a thread and a queue of its own. At the end all of them together are given
+    WANDB_FINISH_TIMEOUT seconds, or 5.
     """
-    opened: dict[str, Logger] = {}
-    for name in LOGGERS:
-        if not getattr(run.options, f"enable_{name}") or (run.rank != 0 and not _logs_on_all_ranks(name, run)):
-            continue
-        with _failure_told(name, "opened"):
-            opened[name] = LOGGERS[name](run)
+    threads = [
+        LoggerThread(name, partial(LOGGERS[name], run))
+        for name in LOGGERS
+        if getattr(run.options, f"enable_{name}") and (run.rank == 0 or _logs_on_all_ranks(name, run))
+    ]
 
     def write(line: Mapping[str, Any]) -> None:
-        step, values = line["step"], numbers(line)
-        for name, logger in list(opened.items()):
-            del opened[name]  # back again if it did not fail
-            with _failure_told(name, "written to"):
-                logger.write(step, values)
-                opened[name] = logger
+        for thread in threads:
+            thread.write(line["step"], numbers(line))
 
     succeeded = False
     try:
         yield write
         succeeded = True
     finally:
-        for name, logger in opened.items():
-            with _failure_told(name, "closed"):
-                logger.close(succeeded)
+        deadline = time.monotonic() + _close_seconds()
+        for thread in threads:
+            thread.close(succeeded)
+        for thread in threads:
+            thread.wait(max(0.0, deadline - time.monotonic()))
+
+
+class LoggerThread:
+    """A logger in a thread of its own, from its opening to its closing, so that a slow or dead one costs nothing.
+
+    It is `MAX_WAITING` steps behind at most: what comes then is dropped, and told at the end. What goes wrong is told
+    once, and the logger is off.
+    """
+
+    def __init__(self, name: str, open_logger: Callable[[], Logger]) -> None:
+        self._name = name
+        self._open = open_logger
+        self._waiting: deque[tuple[int, Mapping[str, float]]] = deque()
+        self._changed = threading.Condition()
+        self._ends: bool | None = None  # whether the process ends as it should, once it ends
+        self._off = False
+        self._num_dropped = 0
+        self._thread = threading.Thread(target=self._run, name=f"flame-{name}", daemon=True)
+        self._thread.start()
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Leave a step's numbers to the thread; never waits."""
+        with self._changed:
+            if self._off:
+                return
+            if len(self._waiting) >= MAX_WAITING:
+                if self._num_dropped == 0:
+                    log.warning(
+                        "%s is %d logged steps behind: what it has no room for is dropped", self._name, MAX_WAITING
+                    )
+                self._num_dropped += 1
+                return
+            self._waiting.append((step, values))
+            self._changed.notify()
+
+    def close(self, succeeded: bool) -> None:
+        """Ask the thread to write what waits, and to close the logger; does not wait."""
+        with self._changed:
+            self._ends = succeeded
+            self._changed.notify()
+
+    def wait(self, seconds: float) -> None:
+        """Wait so long for the end of the thread, and tell what is lost."""
+        self._thread.join(seconds)
+        with self._changed:
+            lost = self._num_dropped + len(self._waiting) * self._thread.is_alive()
+            if self._thread.is_alive():
+                self._off = True
+                log.warning(
+                    "%s has not ended in time and is left to itself: %d logged steps are lost", self._name, lost
+                )
+            elif lost:
+                log.warning("%s was too slow: %d logged steps were dropped", self._name, lost)
+
+    def _run(self) -> None:
+        try:
+            with _failure_told(self._name, "opened"):
+                logger = self._open()
+                with _failure_told(self._name, "written to"):
+                    self._write_all(logger)
+                    with _failure_told(self._name, "closed"):
+                        logger.close(bool(self._ends))
+        finally:
+            with self._changed:
+                self._off = True
+                self._waiting.clear()
+
+    def _write_all(self, logger: Logger) -> None:
+        while True:
+            with self._changed:
+                while not self._waiting and self._ends is None:
+                    self._changed.wait()
+                if not self._waiting:
+                    return
+                step, values = self._waiting.popleft()
+            logger.write(step, values)
+
+
+def _close_seconds() -> float:
+    """Return how long the end waits for the loggers: as wandb's own variable says, if it does."""
+    with contextlib.suppress(KeyError, ValueError):
+        return float(os.environ["WANDB_FINISH_TIMEOUT"])
+    return CLOSE_SECONDS
 
 
 def numbers(line: Mapping[str, Any]) -> dict[str, float]:
@@ -139,7 +229,7 @@ def open_wandb(run: LoggedRun) -> Logger:
     """
     import wandb
 
-    for name, seconds in _WANDB_PATIENCE.items():
+    for name, seconds in {**_WANDB_PATIENCE, "WANDB_FINISH_TIMEOUT": f"{_close_seconds():g}"}.items():
         os.environ.setdefault(name, seconds)
     session = wandb.init(
         project=_project(),
