@@ -32,7 +32,7 @@ from flame.train.devices import peak_flops
 from flame.train.distributed import World, join_world, raise_together, set_collective_timeout, sum_across_ranks
 from flame.train.flops import ModelFlops
 from flame.train.loader import StepBatch, StepLoader
-from flame.train.log import configure_logging, log
+from flame.train.log import configure_logging, live_line_erased, log
 from flame.train.loggers import LoggedRun, open_loggers
 from flame.train.losses import (
     MAX_STEPS_KEPT,
@@ -43,7 +43,7 @@ from flame.train.losses import (
     spike_told,
     sum_by_sample,
 )
-from flame.train.metrics import IntervalClock, MetricsFile, StepMetrics, console_line, memory_use, use_color
+from flame.train.metrics import IntervalClock, MetricsFile, StepMetrics, memory_use, tell_step, use_color
 from flame.train.model import CausalLMLoss
 from flame.train.optimizer import JoinedOptimizer, apply_hyperparameters
 from flame.train.parallelize import reduce_gradients, reshard
@@ -71,7 +71,7 @@ def train(config: TrainConfig, argv: Sequence[str] = ()) -> int:
         init_timeout_seconds=config.comm.init_timeout_seconds,
         shutdown_timeout_seconds=config.comm.shutdown_timeout_seconds,
     ) as world:
-        configure_logging(world.rank, world.size)
+        configure_logging(world.rank, world.size, plain=config.metrics.disable_color_printing)
         if config.job.print_args:
             log.info("resolved configuration:\n%s", to_toml(config))
         if config.job.use_for_integration_test:
@@ -123,6 +123,7 @@ def run_steps(run: Run, stop: StopRequest, began: float, log_elsewhere: Callable
         _failure_told(run, lambda: (state, saver.latest)),
         contextlib.closing(loader),
         contextlib.closing(saver),
+        live_line_erased(),
     ):
         while state.step < total_steps:
             step = state.step + 1
@@ -211,7 +212,8 @@ def run_steps(run: Run, stop: StopRequest, began: float, log_elsewhere: Callable
                 metrics_file.write(line)
                 log_elsewhere(line)
                 elapsed = state.elapsed_seconds
-                log.info(console_line(line, total_steps=total_steps, elapsed_seconds=elapsed, color=color))
+                keep = validates or last_step
+                tell_step(line, total_steps=total_steps, elapsed_seconds=elapsed, color=color, keep=keep)
                 for spike in losses.spikes:
                     log.info(spike_told(spike, folder))
             if step == first_step:  # logged, so that the device has done it

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from flame.train.log import log
+from flame.train.log import live_width, log, show_live
 from flame.train.losses import LossReport
 
 _GIB = 1 << 30
@@ -230,8 +230,6 @@ def console_line(values: Mapping[str, Any], *, total_steps: int, elapsed_seconds
     `elapsed_seconds` is training time over all starts of the run; the time left goes by the last interval.
     """
     paint = _paint if color else _plain
-    step_seconds = values["time_metrics/end_to_end(s)"]
-    left = "?" if step_seconds is None else clock(step_seconds * (total_steps - values["step"]))
     parts = [
         paint("step", f"step {values['step']:>{len(str(total_steps))}}/{total_steps}"),
         paint("loss", f"loss {_number(values['loss_metrics/global_avg_loss'], '.4f')}"),
@@ -250,8 +248,42 @@ def console_line(values: Mapping[str, Any], *, total_steps: int, elapsed_seconds
         for name, value in values.items()
         if name.startswith("validation/") and name.endswith("/loss")
     ]
-    parts.append(paint("time", f"[{clock(elapsed_seconds)} < {left}]"))
+    parts.append(paint("time", f"[{clock(elapsed_seconds)} < {_time_left(values, total_steps)}]"))
     return "  ".join(parts)
+
+
+def _time_left(values: Mapping[str, Any], total_steps: int) -> str:
+    step_seconds = values["time_metrics/end_to_end(s)"]
+    return "?" if step_seconds is None else clock(step_seconds * (total_steps - values["step"]))
+
+
+def live_line(
+    values: Mapping[str, Any], *, total_steps: int, elapsed_seconds: float, width: int, color: bool = False
+) -> str:
+    """Return the line of the latest step on a terminal, in `width` characters: what has no room is left away."""
+    paint = _paint if color else _plain
+    parts = [
+        ("step", f"step {values['step']}/{total_steps}"),
+        ("loss", f"loss {_number(values['loss_metrics/global_avg_loss'], '.4f')}"),
+        ("time", f"[{clock(elapsed_seconds)} < {_time_left(values, total_steps)}]"),
+        ("", f"{_number(values['throughput/global(tps)'], ',.0f')} tok/s"),
+        ("", f"mfu {_number(values['mfu(%)'], '.1f')}%" if values["mfu(%)"] is not None else ""),
+    ]
+    room, shown = width + 2, []
+    for kind, text in parts:
+        if text and len(text) + 2 <= room:
+            room -= len(text) + 2
+            shown.append(paint(kind, text) if kind else text)
+    return "  ".join(shown)
+
+
+def tell_step(values: Mapping[str, Any], *, total_steps: int, elapsed_seconds: float, color: bool, keep: bool) -> None:
+    """Tell people of a logged step: in the live line, where there is one; if not, or to `keep` it, in its own line."""
+    width = live_width()
+    if width is None or keep:
+        log.info(console_line(values, total_steps=total_steps, elapsed_seconds=elapsed_seconds, color=color))
+    if width is not None:
+        show_live(live_line(values, total_steps=total_steps, elapsed_seconds=elapsed_seconds, width=width, color=color))
 
 
 def use_color(*, disabled: bool) -> bool:

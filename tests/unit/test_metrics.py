@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from flame.train.metrics import (
     StepMetrics,
     clock,
     console_line,
+    live_line,
     memory_use,
 )
 from tests.tiny_states import file_size_limit
@@ -127,6 +129,21 @@ def test_the_console_line_reads_plainly() -> None:
     memory = MemoryUse(max_active_gib=56.06, max_reserved_gib=60, num_alloc_retries=0, num_ooms=0)
     on_gpu = metrics(peak_flops=1e12, memory=memory, skipped_steps=0).to_json()
     assert "mfu 5.0%  memory 56.1 GiB  [" in console_line(on_gpu, total_steps=30, elapsed_seconds=0)
+
+
+def test_the_live_line_leaves_away_what_has_no_room() -> None:
+    line = metrics(peak_flops=1e12).to_json()
+    whole = "step 30/1000  loss 3.2500  [1:02:05 < 0:32:20]  400 tok/s  mfu 5.0%"
+    for width, text in (
+        (80, whole),
+        (len(whole), whole),
+        (len(whole) - 1, whole[:-10]),
+        (30, whole[:25]),
+        (20, whole[:12]),
+    ):
+        assert live_line(line, total_steps=1000, elapsed_seconds=3_725, width=width) == text
+    colored = live_line(line, total_steps=1000, elapsed_seconds=3_725, width=80, color=True)
+    assert re.sub(r"\033\[\d+m", "", colored) == whole != colored
 
 
 def test_clock() -> None:
