@@ -50,6 +50,7 @@ from flame.train.checkpoint_files import (
 from flame.train.checkpoint_tensors import (
     MODEL_PREFIX,
     TRAIN_STATE,
+    check_moments,
     check_names_and_shapes,
     named_tensors,
     optimizer_targets,
@@ -230,17 +231,19 @@ def _publish(temporary: Path, final: Path, complete: Complete) -> None:
     publish(temporary, final)
 
 
-def load_checkpoint(choice: Choice, *, model: nn.Module, optimizer: Optimizer | None, world: World) -> TrainState:
+def load_checkpoint(
+    choice: Choice, *, model: nn.Module, optimizer: Optimizer | None, world: World, with_weights: bool = True
+) -> TrainState:
     """Fill `model` and `optimizer` from a checkpoint, to the last bit, and return where the run stood.
 
-    Works for any number of ranks and any sharding. Without `optimizer` only weights are read. Raises `CheckpointError`
-    where the checkpoint's names or shapes are not the model's, or where moments are asked for that it lacks (step 0, a
-    seed, has none yet).
+    Works for any number of ranks and any sharding. Without `optimizer` no moments are read, without `with_weights` no
+    weights. Raises `CheckpointError` where the checkpoint's names or shapes are not the model's, or where moments are
+    asked for that it lacks (step 0, a seed, has none yet) or that another kind of optimizer has.
     """
     targets: dict[str, Tensor] = {}
     with _together(world, "loading a checkpoint", choice.path):
         named = named_tensors(model)
-        targets = _targets(choice, named, with_optimizer=optimizer is not None)
+        targets = _targets(choice, named, with_weights=with_weights, optimizer=optimizer)
     _load_tensors(choice.path, targets, world)
     if optimizer is not None:
         set_optimizer_state(optimizer, named, targets)
@@ -272,9 +275,11 @@ def _load_tensors(path: Path, targets: Mapping[str, Tensor], world: World) -> No
             _raise_own(failure, world, path)
 
 
-def _targets(choice: Choice, named: Mapping[str, Tensor], *, with_optimizer: bool) -> dict[str, Tensor]:
+def _targets(
+    choice: Choice, named: Mapping[str, Tensor], *, with_weights: bool, optimizer: Optimizer | None
+) -> dict[str, Tensor]:
     """Return the tensors to fill, by key; the model's are its own parameters."""
-    if with_optimizer and not choice.complete.has_optimizer and choice.step > 0:
+    if optimizer is not None and not choice.complete.has_optimizer and choice.step > 0:
         raise CheckpointError(
             "the checkpoint holds weights only, so that a run cannot be resumed from it",
             where=choice.path,
@@ -282,9 +287,13 @@ def _targets(choice: Choice, named: Mapping[str, Tensor], *, with_optimizer: boo
         )
     metadata = read_metadata(choice.path)
     check_names_and_shapes(named, metadata, choice.path)
-    targets = {MODEL_PREFIX + name: tensor.detach() for name, tensor in named.items()}
-    if with_optimizer:
-        targets |= optimizer_targets(named, metadata, choice.path)
+    targets: dict[str, Tensor] = {}
+    if with_weights:
+        targets |= {MODEL_PREFIX + name: tensor.detach() for name, tensor in named.items()}
+    if optimizer is not None:
+        moments = optimizer_targets(named, metadata, choice.path)
+        check_moments(optimizer, named, moments, choice.path)
+        targets |= moments
     stored_state: Any = metadata.state_dict_metadata[TRAIN_STATE]
     targets[TRAIN_STATE] = torch.empty(stored_state.size, dtype=torch.uint8)
     return targets

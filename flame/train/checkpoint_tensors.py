@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,8 @@ OPTIMIZER_PREFIX = "optimizer.state."
 TRAIN_STATE = "train_state"
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 _NUM_NAMED = 4
+# What an optimizer keeps of a parameter, by the option that its groups have.
+_MOMENTS = {"betas": {"step", "exp_avg", "exp_avg_sq"}, "momentum": {"momentum_buffer"}}
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -78,6 +80,28 @@ def optimizer_targets(named: Mapping[str, Tensor], metadata: Metadata, where: Pa
         else:
             targets[key] = torch.zeros(stored.size, dtype=dtype)
     return targets
+
+
+def check_moments(optimizer: Optimizer, named: Mapping[str, Tensor], moments: Iterable[str], where: Path) -> None:
+    """Raise `CheckpointError` if `moments` (keys of a checkpoint) are those of another kind of optimizer."""
+    stored: dict[int, set[str]] = {}
+    for key in moments:
+        name, _, moment = key.removeprefix(OPTIMIZER_PREFIX).rpartition(".")
+        stored.setdefault(id(named[name]), set()).add(moment)
+    for group in optimizer.param_groups:
+        expected = next((kept for option, kept in _MOMENTS.items() if option in group), None)
+        for parameter in group["params"]:
+            found = stored.get(id(parameter), set())
+            if expected is not None and found and found != expected:
+                name = next(name for name, tensor in named.items() if tensor is parameter)
+                raise CheckpointError(
+                    "the checkpoint was saved with another kind of optimizer",
+                    where=where,
+                    got=f"of {name} {', '.join(sorted(found))}",
+                    expected=", ".join(sorted(expected)),
+                    fix="Give the optimizer.name that it was saved with, or begin this one's moments at zero with "
+                    "--checkpoint.exclude_from_loading optimizer",
+                )
 
 
 def set_optimizer_state(optimizer: Optimizer, named: Mapping[str, Tensor], loaded: Mapping[str, Tensor]) -> None:

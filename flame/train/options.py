@@ -11,6 +11,8 @@ from flame.errors import UsageError
 
 DEFAULT_STEPS = 10_000
 DEFAULT_WARMUP_STEPS = 200
+PARTS_OF_CHECKPOINTS = ("model", "optimizer", "lr_scheduler", "dataloader", "train_state")
+"""What checkpoint.exclude_from_loading may name: the predecessor's names."""
 
 
 def _minus_one_is_none(text: str) -> int | None:
@@ -78,7 +80,7 @@ class ModelOptions:
     converters: tuple[str, ...] = option((), help="model converters such as float8")
     trust_remote_code: bool = option(False, help="allow a Hugging Face folder's own code to run")
     attention: str = option(
-        "auto", help="attention over documents", choices=("auto", "torch_varlen", "sdpa"), metavar="NAME"
+        "auto", help="attention over documents", choices=("auto", "fa4", "torch_varlen", "sdpa"), metavar="NAME"
     )
 
 
@@ -318,7 +320,9 @@ class CheckpointOptions:
     keep_latest_k: int | None = option(
         None, help="keep this many checkpoints; 0: all", unit="checkpoints", parse=_zero_is_none
     )
-    exclude_from_loading: tuple[str, ...] = option((), help="parts of a checkpoint not to load")
+    exclude_from_loading: tuple[str, ...] = option(
+        (), help="parts of a checkpoint not to load: model, optimizer, dataloader, train_state (lr_scheduler: no part)"
+    )
     model_weights_only: bool = option(
         False,
         help="at the last step save weights only: a third of the size, and the run can be made no longer",
@@ -346,6 +350,17 @@ class CheckpointOptions:
     def __post_init__(self) -> None:
         at_least("checkpoint", self, 1, "interval", "keep_latest_k")
         at_least("checkpoint", self, 0, "load_step")
+        for part in self.exclude_from_loading:
+            if part not in PARTS_OF_CHECKPOINTS:
+                raise UsageError(
+                    f"--checkpoint.exclude_from_loading cannot contain {part!r}",
+                    expected=", ".join(PARTS_OF_CHECKPOINTS),
+                )
+        if "model" in self.exclude_from_loading and self.initial_load_path and self.initial_load_model_weights_only:
+            raise UsageError(
+                "--checkpoint.exclude_from_loading model leaves nothing of --checkpoint.initial_load_path to load",
+                fix="Leave one of them away, or add --checkpoint.initial_load_model_weights_only false",
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

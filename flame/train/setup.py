@@ -19,6 +19,7 @@ from flame.train.checkpoint_files import Choice, abandon_later
 from flame.train.config import TrainConfig, flatten, to_toml
 from flame.train.data import TrainingData, check_tokenizer, open_training_data, open_validation_splits
 from flame.train.distributed import World, on_main
+from flame.train.exclusions import DATALOADER, MODEL, OPTIMIZER, TRAIN_STATE, parts_left_out
 from flame.train.flops import ModelFlops, model_flops
 from flame.train.identity import DataIdentity, settle_data_identity
 from flame.train.initial import (
@@ -92,16 +93,22 @@ def prepare(config: TrainConfig, world: World, argv: Sequence[str]) -> Run:
     check_shared_folder(config.job.dump_folder, world)
     own, initial = _choose(config, world)
     choice = own if initial is None or config.checkpoint.initial_load_model_weights_only else initial.choice
-    geometry = batch_geometry(config, world.dp_size, choice)
+    look = partial(parts_left_out, config.checkpoint.exclude_from_loading, choice, flatten(config), own=own is not None)
+    left_out = on_main("reading what is not to be loaded", look, world)
+    in_data = None if TRAIN_STATE in left_out else choice  # whose place in the data is gone on from
+    geometry = batch_geometry(config, world.dp_size, in_data)
     identity = data.identity(geometry.window_len)
-    if choice is not None:
+    if in_data is not None:
         identity = settle_data_identity(
-            choice.complete.identity,
+            in_data.complete.identity,
             identity,
-            extends=_goes_on(data.mixture, choice, config.job.dump_folder, geometry.window_len),
-            allow_change=config.checkpoint.allow_data_change,
-            where=choice.path,
+            extends=_goes_on(data.mixture, in_data, config.job.dump_folder, geometry.window_len),
+            allow_change=config.checkpoint.allow_data_change or DATALOADER in left_out,
+            where=in_data.path,
         )
+        saved = in_data.complete.identity
+        if DATALOADER in left_out and saved is not None:
+            identity = replace(identity, data_segment=saved.data_segment + 1)
     sampler = Sampler(replace(data.mixture, data_seed=identity.segment_seed), data.splits, geometry.window_len)
     held_out = validation_sets(
         open_validation_splits(config.validation.dataset, data),
@@ -114,7 +121,15 @@ def prepare(config: TrainConfig, world: World, argv: Sequence[str]) -> Run:
     if choice is not None:
         # A finished run needs no moments: its last checkpoint may hold weights only (checkpoint.model_weights_only).
         finished = choice.step >= config.total_steps(geometry.tokens_per_step) and not choice.complete.has_optimizer
-        state = load_checkpoint(choice, model=module.model, optimizer=None if finished else optimizer, world=world)
+        state = load_checkpoint(
+            choice,
+            model=module.model,
+            optimizer=None if finished or OPTIMIZER in left_out else optimizer,
+            world=world,
+            with_weights=MODEL not in left_out,
+        )
+        if TRAIN_STATE in left_out:
+            state = TrainState()
         log.info("resumed from %s: step %d, %d samples consumed", choice.path, state.step, state.consumed_samples)
     elif initial is not None:
         load_initial_weights(initial, module.model, world)

@@ -432,6 +432,25 @@ def _another_value(option: Option) -> str:
     return "3"
 
 
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        ("", "(got --training.max_norm 1.0). Add --training.max_norm inf"),
+        ("--training.max_norm inf --training.skip_nan_inf", "Add --training.skip_nan_inf false"),
+        (
+            "--training.max_norm inf --training.gradient_accumulation_steps 2",
+            "Add --training.gradient_accumulation_steps 1",
+        ),
+        ("--training.max_norm inf --optimizer.name Muon", "Choose another --optimizer.name"),
+    ],
+)
+def test_updates_in_backward_are_refused_with_what_needs_the_whole_gradient(argv: str, told: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        parse("--optimizer.early_step_in_backward", *argv.split())
+    assert told in str(refused.value)
+    parse("--optimizer.early_step_in_backward", "--training.max_norm", "inf")
+
+
 @pytest.mark.parametrize("name", NOT_AVAILABLE_YET)
 def test_what_has_no_engine_is_refused_by_name(name: str, tmp_path: Path) -> None:
     refused = NOT_AVAILABLE_YET[name]
