@@ -1,4 +1,4 @@
-"""`flame-train`: train a model; `NGPU=8 flame-train …` launches eight ranks itself."""
+"""`flame-train`: train a model; `NGPU=8 flame-train …` launches eight ranks itself. `flame-train plot` draws runs."""
 
 from __future__ import annotations
 
@@ -6,15 +6,25 @@ import os
 import sys
 from collections.abc import Sequence
 
-from flame.program import guarded, help_text, take_debug
+from flame.program import Command, guarded, help_text, run_program, take_debug
 from flame.train.config import TrainConfig, parse_train_config
 from flame.train.launch import launch, plan_from_environment
 from flame.train.moved import refuse_dataset_name
+from flame.train.plot import PlotOptions, plot
 
 _DESCRIPTION = (
     "Train a causal language model on corpora of token shards. One process, or with NGPU=<n> as many ranks on this "
     "host (NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT for several), or under torchrun -m flame.train. "
-    "Options may stand in a TOML file (--job.config_file); the command line wins."
+    "Options may stand in a TOML file (--job.config_file); the command line wins. "
+    "flame-train plot RUN … draws the losses of runs; flame-train plot -h explains it."
+)
+COMMANDS = (
+    Command(
+        name="plot",
+        options=PlotOptions,
+        help="Draw the loss of one run or several, over tokens, steps or time.",
+        run=plot,
+    ),
 )
 
 
@@ -22,6 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run `flame-train` on the command line's arguments; returns its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     debug, options = take_debug(words)
+    if options and options[0] in [command.name for command in COMMANDS]:
+        return run_program("flame-train", _DESCRIPTION, COMMANDS, words)
     if any(word in ("-h", "--help") for word in options):
         print(help_text(TrainConfig, usage="flame-train [--section.option value …]", description=_DESCRIPTION))
         return 0
