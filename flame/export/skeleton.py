@@ -11,10 +11,10 @@ import torch
 from transformers import PreTrainedModel
 
 from flame.errors import CheckpointError, TokenizerError
-from flame.train.families import check_family, family_of
+from flame.train.families import check_family
 from flame.train.hf_files import build_hf_files
 from flame.train.initial import GENERATION_CONFIG, read_generation_config
-from flame.train.model_config import load_model_config
+from flame.train.model_config import construct_model, load_model_config
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "*.tiktoken")
 
@@ -31,7 +31,7 @@ def build_skeleton(source: Path, *, rows: int | None = None, trust_remote_code: 
     # A checkpoint is made on any machine: whether this one has a GPU is of no matter.
     check_family(config, varlen=False, device=torch.device("cuda"))
     with torch.device("meta"):
-        model = family_of(config).construct(config, "sdpa")
+        model = construct_model(config, "sdpa")
     values = json.loads((source / "config.json" if source.is_dir() else source).read_bytes())
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         setattr(model.config, name, values.get(name))

@@ -20,10 +20,10 @@ from flame.train.checkpoint import load_checkpoint, load_foreign_weights
 from flame.train.checkpoint_files import COMPLETE, Choice, open_checkpoint
 from flame.train.data import TrainingData, same_tokenizer
 from flame.train.distributed import World, on_main
-from flame.train.families import family_of
 from flame.train.foreign import open_foreign, stored_rows
 from flame.train.hf_weights import load_hf_weights
 from flame.train.log import log
+from flame.train.model_config import construct_model
 
 DCP_INDEX = ".metadata"
 CONFIG = "config.json"
@@ -111,7 +111,7 @@ def embedding_rows_of(initial: InitialWeights, config: PretrainedConfig) -> int 
     if initial.hf_folder is not None:
         return None
     with torch.device("meta"):
-        model = family_of(config).construct(config, "sdpa")
+        model = construct_model(config, "sdpa")
     return stored_rows(open_foreign(initial.path, model), model)
 
 

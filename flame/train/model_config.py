@@ -5,21 +5,25 @@ from __future__ import annotations
 import difflib
 import importlib
 import json
+import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
-from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig, PreTrainedModel
 
-from flame.errors import CorpusError, TrainingError, UsageError
+from flame.errors import CorpusError, FlameError, TrainingError, UsageError
 from flame.train.families import FAMILIES, family_of
 from flame.train.log import log
 
 ROWS_MULTIPLE = 128
 CUSTOM_MODELS = "custom_models"
-_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_heads", "head_dim")
+_SIZES = (
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "head_dim"),
+    *("num_attention_heads", "num_key_value_heads", "num_heads"),
+)
 _OLD_SIZES = ("n_embd", "n_layer", "n_head")
 
 
@@ -118,6 +122,14 @@ def _read(source: str) -> dict[str, Any]:
 def _refuse_sizes(values: Mapping[str, Any], source: str) -> None:
     """Raise `TrainingError` for a size below 1: some models would be built without their layers, and be trained."""
     wrong = [f"{name} {values[name]}" for name in (*_SIZES, *_OLD_SIZES) if _is_below_one(values.get(name))]
+    heads, kv_heads = values.get("num_attention_heads"), values.get("num_key_value_heads")
+    if not wrong and isinstance(heads, int) and isinstance(kv_heads, int) and heads % kv_heads:
+        raise TrainingError(
+            "the model's configuration is refused: its heads cannot share their keys and values evenly",
+            where=source,
+            got=f"num_attention_heads {heads}, num_key_value_heads {kv_heads}",
+            expected="num_key_value_heads that divide num_attention_heads",
+        )
     if wrong:
         raise TrainingError(
             "the model's configuration is refused", where=source, got=", ".join(wrong), expected="1 or more of each"
@@ -210,12 +222,54 @@ def _construct(source: str, model_type: str, trust_remote_code: bool) -> Pretrai
             expected=f"{near[0]}, perhaps" if near else "one of " + ", ".join(FAMILIES),
             fix=f"A model of your own goes into {CUSTOM_MODELS}/, or is named by --experimental.custom_model_path",
         ) from error
-    except (StrictDataclassError, TypeError, AttributeError, ArithmeticError) as error:
+    except (OSError, ImportError):
+        raise
+    except Exception as error:  # of any kind: configurations are checked by the code of many models
         raise TrainingError("the model's configuration is refused", where=source, got=_one_line(error)) from error
 
 
+def construct_model(config: PretrainedConfig, attention: str) -> PreTrainedModel:
+    """Return a new model, in fp32 on the current default device; `attention` is what its family takes.
+
+    Raises `TrainingError`, which names the configuration and as far as it can be told the value, where none can be
+    built from it.
+    """
+    try:
+        return family_of(config).construct(config, attention)
+    except (FlameError, ImportError):
+        raise
+    except Exception as error:  # of any kind: each value is looked at for the first time where the model needs it
+        raise TrainingError(
+            f"no model of the type {config.model_type} can be built from its configuration",
+            where=config.name_or_path or None,
+            got=_told_value(config.to_dict(), error),
+        ) from error
+
+
+def _told_value(values: Mapping[str, Any], error: Exception) -> str:
+    """Return the text of an error, after the values of the configuration that it speaks of."""
+    told = _one_line(error)
+    spoken_of = [
+        f"{name} {value!r}"
+        for name, value in _leaves(values)
+        if isinstance(value, str) and value and re.search(rf"(?<!\w){re.escape(value)}(?!\w)", told)
+    ]
+    names = [f"{name} {value!r}" for name, value in values.items() if re.search(rf"\b{re.escape(name)}\b", told)]
+    return "; ".join(dict.fromkeys([*spoken_of, *names, told]))
+
+
+def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
 def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
+    """Return what an error says, with its kind where it says only a value."""
+    told = " ".join(str(error).split())
+    return told if isinstance(error, StrictDataclassError | ValueError) else f"{type(error).__name__}: {told}"
 
 
 def _set_norm(config: PretrainedConfig, norm_type: str) -> None:

@@ -13,7 +13,7 @@ from transformers import LlamaConfig
 
 from flame.errors import CorpusError, TrainingError, UsageError
 from flame.train.families import family_of
-from flame.train.model_config import check_token_ids, embedding_rows, load_model_config
+from flame.train.model_config import check_token_ids, construct_model, embedding_rows, load_model_config
 
 PROJECT = Path(__file__).resolve().parents[2]
 LLAMA = {
@@ -106,12 +106,34 @@ def test_a_folder_without_a_configuration(tmp_path: Path) -> None:
         ('{"model_type": "llama", "hidden_size": "x"}', "is refused .*hidden_size"),
         ('{"model_type": "llama", "hidden_size": 10, "num_attention_heads": 3}', "is refused .*attention heads"),
         ('{"model_type": "llama", "dtype": "float17"}', "is refused .*float17"),
+        ('{"model_type": "llama", "rope_scaling": {"rope_type": "yarn"}}', "is refused .*factor"),
+        (
+            '{"model_type": "llama", "num_attention_heads": 4, "num_key_value_heads": 3}',
+            "heads 4, num_key_value_heads 3",
+        ),
+        ('{"model_type": "llama", "num_attention_heads": 4, "num_key_value_heads": 0}', "num_key_value_heads 0"),
     ],
 )
 def test_what_a_configuration_must_say(tmp_path: Path, text: str, reason: str) -> None:
     (tmp_path / "a.json").write_text(text)
     with pytest.raises(TrainingError, match=reason):
         load_model_config(str(tmp_path / "a.json"), vocab_size=10, eos_id=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("hidden_act", "nope", "got hidden_act 'nope'; KeyError: 'nope'"),
+        ("rope_scaling", {"rope_type": "spiral"}, r"rope_parameters\.rope_type 'spiral'"),
+        ("rope_theta", "x", "TypeError: unsupported operand"),
+    ],
+)
+def test_what_a_model_cannot_be_built_from_is_named(tmp_path: Path, name: str, value: Any, told: str) -> None:
+    values = {"model_type": "llama", "hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1}
+    source = write(tmp_path / "a.json", {**values, "intermediate_size": 8, name: value})
+    config = load_model_config(source, vocab_size=10, eos_id=0)
+    with pytest.raises(TrainingError, match=rf"no model of the type llama can be built .*in {source};.*{told}"):
+        construct_model(config, "sdpa")
 
 
 def test_code_of_its_own_is_not_run_unasked(tmp_path: Path) -> None:
