@@ -39,7 +39,6 @@ NOT_AVAILABLE_YET: dict[str, tuple[Any, ...] | None] = {
     "model.converters": None,
     "training.tensor_parallel_degree": None,
     "training.disable_loss_parallel": None,
-    "training.enable_cpu_offload": None,
     "float8.enable_float8_linear": None,
     "float8.enable_fsdp_float8_all_gather": None,
     "float8.precompute_float8_dynamic_scale_for_fsdp": None,

@@ -104,6 +104,7 @@ def build_for_run(
         compile_blocks=config.training.compile,
         checkpoint_mode=config.activation_checkpoint.mode,
         checkpoint_option=config.activation_checkpoint.selective_ac_option,
+        cpu_offload=config.training.enable_cpu_offload,
     )
     return module, hf_files
 

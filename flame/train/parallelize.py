@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from flame.errors import UsageError
@@ -36,6 +36,7 @@ def parallelize(
     compile_blocks: bool = False,
     checkpoint_mode: str = "none",
     checkpoint_option: str = "2",
+    cpu_offload: bool = False,
 ) -> None:
     """Make `module` ready to train on every rank of `mesh`, whose dimensions are `dp_replicate` and `dp_shard`.
 
@@ -43,6 +44,7 @@ def parallelize(
     blocks compute in, `reduce_dtype` what gradients are summed in. `reshard_after_forward` says when a block's gathered
     weights are freed: "always", "never", or "default", after forward except for the last block, whose backward is next,
     and never where they are not sharded. `checkpoint_mode` and `checkpoint_option` are those of `checkpoint_blocks`.
+    With `cpu_offload` shards, their gradients and so their moments stay in host memory, pinned where there is a GPU.
     """
     checkpoint_blocks(module, module.blocks(), mode=checkpoint_mode, option=checkpoint_option)
     weights = _full_tensors(module)
@@ -58,6 +60,10 @@ def parallelize(
             param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False
         ),
     }
+    if cpu_offload:
+        if device.type == "cpu":
+            log.info("training.enable_cpu_offload: shards lie in host memory anyway")
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
     for index, block in enumerate(blocks):
         last = index == len(blocks) - 1
         fully_shard(block, reshard_after_forward=_reshards(reshard_after_forward, last, sharded), **options)
@@ -66,7 +72,7 @@ def parallelize(
         if isinstance(part, FSDPModule):
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
-    _materialize(module, weights, device)
+    _materialize(module, weights, device, shards_at=torch.device("cpu") if cpu_offload else device)
     for name, parameter in module.named_parameters():
         for mark, value in marks[name].items():
             setattr(parameter, mark, value)
@@ -123,13 +129,19 @@ def _marks(parameter: Tensor) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def _materialize(module: nn.Module, weights: dict[str, Tensor], device: torch.device) -> None:
-    """Fill the shards of every rank from rank 0's full tensors, one tensor at a time.
+def _materialize(
+    module: nn.Module, weights: dict[str, Tensor], device: torch.device, *, shards_at: torch.device
+) -> None:
+    """Fill the shards of every rank, which lie on `shards_at`, from rank 0's full tensors, one tensor at a time.
 
     On the device this needs the memory of the largest tensor beside the shards; `weights` are meta tensors elsewhere.
     """
     if any(tensor.is_meta for tensor in weights.values()):
-        module.to_empty(device=device)
+        module.to_empty(device=shards_at)
+    for part in module.modules():
+        for name, buffer in part._buffers.items():
+            if buffer is not None and buffer.device != device:
+                part._buffers[name] = torch.empty_like(buffer, device=device)
     for name, parameter in (*module.named_parameters(), *module.named_buffers()):
         full = weights[name]
         sent = torch.empty_like(full, device=device) if full.is_meta else full.to(device)

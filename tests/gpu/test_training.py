@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from tests.runs import LLAMA, arguments, losses_and_norms, make_training_folder, read_metrics, run_training
+from flame.train import loop
+from flame.train.__main__ import main
+from tests.runs import LLAMA, arguments, losses_and_norms, make_training_folder, read_metrics, run_training, tensors_of
+from tests.tiny_states import differences
 
 pytestmark = [
     pytest.mark.gpu,
@@ -53,6 +57,42 @@ def test_compiled_blocks_follow_the_others(folder: Path, tmp_path: Path) -> None
     eager, compiled = losses_and_norms(tmp_path / "eager"), losses_and_norms(tmp_path / "compiled")
     for (_, one, _), (_, other, _) in zip(eager, compiled, strict=True):
         assert one == pytest.approx(other, rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        {},
+        {"optimizer__name": "Muon"},
+        {"optimizer__early_step_in_backward": "true", "training__max_norm": "inf"},
+        {"checkpoint__async_mode": "async_with_pinned_mem"},
+    ],
+    ids=["after backward", "Muon", "in backward", "saved beside training"],
+)
+def test_shards_in_host_memory_train_as_those_on_the_gpu(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, others: dict[str, str]
+) -> None:
+    options = {"training__deterministic": "true", "training__steps": 8, "checkpoint__interval": 4, **others}
+    devices: set[str] = set()
+    apply = loop.apply_hyperparameters
+
+    def noted(optimizer: torch.optim.Optimizer, *rest: Any) -> None:
+        devices.update(parameter.device.type for group in optimizer.param_groups for parameter in group["params"])
+        apply(optimizer, *rest)
+
+    monkeypatch.setattr(loop, "apply_hyperparameters", noted)
+    run_training(arguments(folder, tmp_path / "gpu", **options))
+    host = tmp_path / "host"
+    argv = arguments(folder, host, **options, training__enable_cpu_offload="true")
+    assert main(argv) == 0
+    assert devices == {"cpu"}
+    there, here = losses_and_norms(tmp_path / "gpu"), losses_and_norms(host)
+    for (_, one, _), (_, other, _) in zip(there, here, strict=True):
+        assert one == pytest.approx(other, rel=1e-2)
+    weights = tensors_of(host / "checkpoint" / "step-8")
+    assert main([*argv, "--checkpoint.load_step=4"]) == 0
+    assert losses_and_norms(host) == here
+    assert not differences(weights, tensors_of(host / "checkpoint" / "step-8"))
 
 
 def test_the_gpus_memory_is_logged(folder: Path, tmp_path: Path) -> None:

@@ -39,9 +39,12 @@ def test_every_optimizer_resumes_to_the_last_bit(folder: Path, tmp_path: Path, w
     assert not differences(result(run), result(straight))
 
 
-def test_updates_in_backward_are_those_after_it(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "others", [{}, {"training__enable_cpu_offload": "true"}], ids=["on the device", "in host memory"]
+)
+def test_updates_in_backward_are_those_after_it(folder: Path, tmp_path: Path, others: dict[str, Any]) -> None:
     within, after = tmp_path / "within", tmp_path / "after"
-    assert main(arguments(folder, within, **SHORT, **IN_BACKWARD)) == 0
+    assert main(arguments(folder, within, **SHORT, **IN_BACKWARD, **others)) == 0
     assert main(arguments(folder, after, **SHORT, training__max_norm="inf")) == 0
     for one, other in zip(losses_and_norms(within), losses_and_norms(after), strict=True):
         assert one[:2] == other[:2] and one[2] == pytest.approx(other[2], rel=1e-6)
