@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from flame.cli.mix import main as flame_mix
 from flame.train.__main__ import main as flame_train
 from flame.train.run import read_status
-from tests.faults import ids_trained, in_ranks, note_samples
+from tests.faults import ids_trained, in_ranks, note_samples, poison_loss
 from tests.runs import TORCHRUN, arguments, make_training_folder, read_metrics, read_segments, run_training
 
 
@@ -109,6 +110,30 @@ def test_what_is_logged_of_a_step_s_losses_is_what_its_ranks_saw(run: Path, caps
         assert {name: line[f"tokens/{name}"] for name in tokens} == tokens
         losses = [line[f"loss/{name}"] for name in tokens if line[f"loss/{name}"] is not None]
         assert min(losses) - 1e-5 <= line["loss_metrics/global_avg_loss"] <= max(losses) + 1e-5
+
+
+def test_a_spike_between_logged_steps_is_told_with_the_command_that_shows_its_texts(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "a run"
+    options = {"training__skip_nan_inf": "true", "metrics__log_freq": 10, "checkpoint__enable_checkpoint": "false"}
+    with pytest.MonkeyPatch.context() as patch:
+        poison_loss(patch, [18])
+        assert flame_train(arguments(folder, run, **options)) == 0
+    told = capsys.readouterr().err
+    assert told.count("is a spike") == 1 and "the loss of step 18 is a spike: inf, the limit was " in told
+    lines = read_metrics(run)
+    assert [(line["step"], [spike["step"] for spike in line["loss_spikes"]]) for line in lines] == [
+        *((1, []), (10, []), (20, [18])),
+    ]
+    (spike,) = lines[-1]["loss_spikes"]
+    assert spike["loss"] is None and len(spike["rows"]) == 2  # as many as the step has
+    program, *words = shlex.split(told.split("): ")[-1].splitlines()[0])
+    assert program == "flame-mix"
+    shown = printed(capsys, *words)
+    for row in spike["rows"]:
+        place = {"step": 18, "rank": 0, "micro_step": 0, "batch_row": row["batch_row"]}
+        assert {one["k"] for one in shown if place.items() <= one.items()} == set(range(*row["samples"]))
 
 
 def test_find_of_every_document_is_what_tracing_every_step_finds(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
