@@ -42,6 +42,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = parse_train_config(options)  # a wrong call is told once, not by every rank
         refuse_dataset_name(config.training, config.model.tokenizer_path)
         plan = plan_from_environment(dict(os.environ))
+        if config.only_plans:
+            from flame.train.plan import dry_run, planned_ranks  # imports torch
+
+            return dry_run(config, planned_ranks(config, 1 if plan is None else plan.world_size))
         if plan is not None:
             return launch(plan, words)
         from flame.train.__main__ import main as run_rank

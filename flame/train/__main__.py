@@ -30,6 +30,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _train(words: Sequence[str]) -> int:
     config = parse_train_config(words)
     refuse_dataset_name(config.training, config.model.tokenizer_path)
+    if config.only_plans:
+        from flame.train.plan import dry_run, planned_ranks
+
+        return dry_run(config, planned_ranks(config, 1)) if os.environ.get("RANK", "0") == "0" else 0
     if config.training.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
     for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"):  # today's name, and torch 2.11's

@@ -49,7 +49,6 @@ NOT_AVAILABLE_YET: dict[str, tuple[Any, ...] | None] = {
     "profiling.profile_freq": None,
     "profiling.enable_memory_snapshot": None,
     "profiling.save_memory_snapshot_folder": None,
-    "memory_estimation.enabled": None,
     "memory_estimation.disable_fake_mode": None,
     "experimental.enable_async_tensor_parallel": None,
     "experimental.context_parallel_degree": None,
@@ -84,6 +83,11 @@ class TrainConfig:
     profiling: ProfilingOptions = field(default_factory=ProfilingOptions)
     memory_estimation: MemoryEstimationOptions = field(default_factory=MemoryEstimationOptions)
     experimental: ExperimentalOptions = field(default_factory=ExperimentalOptions)
+
+    @property
+    def only_plans(self) -> bool:
+        """Whether nothing is to be trained: the plan, or its estimate of memory, is told, and that is all."""
+        return self.job.dry_run or self.memory_estimation.enabled
 
     @property
     def model_config(self) -> str:

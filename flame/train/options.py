@@ -66,6 +66,16 @@ class JobOptions:
     description: str = option("", help="a text kept with the configuration")
     print_args: bool = option(False, help="print the resolved configuration (it is always written as config.toml)")
     use_for_integration_test: bool = option(False, help="accepted for old command lines; has no effect")
+    dry_run: bool = option(False, help="print what the run would be, write nothing and end", aliases=("dry_run",))
+    dry_run_ranks: int | None = option(
+        None,
+        help="how many ranks a dry run plans for; WORLD_SIZE, or as many as would start, if absent",
+        unit="ranks",
+        aliases=("dry_run_ranks",),
+    )
+
+    def __post_init__(self) -> None:
+        at_least("job", self, 1, "dry_run_ranks")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -432,7 +442,7 @@ class ProfilingOptions:
 class MemoryEstimationOptions:
     """Memory without running."""
 
-    enabled: bool = option(False, help="estimate memory and end")
+    enabled: bool = option(False, help="estimate the memory of a rank, write nothing and end")
     disable_fake_mode: bool = option(False, help="estimate with real tensors")
 
 

@@ -31,6 +31,8 @@ SURFACE: dict[str, Any] = {
     "job.description": "",
     "job.print_args": False,
     "job.use_for_integration_test": False,
+    "job.dry_run": False,
+    "job.dry_run_ranks": None,
     "model.config": None,
     "model.tokenizer_path": None,
     "model.norm_type": None,
@@ -153,6 +155,8 @@ SURFACE: dict[str, Any] = {
 }
 
 ALIASES = {
+    "dry_run": "job.dry_run",
+    "dry_run_ranks": "job.dry_run_ranks",
     "source": "training.source",
     "training.warmup_steps": "lr_scheduler.warmup_steps",
     "optimizer.min_lr_ratio": "lr_scheduler.lr_min",
