@@ -33,8 +33,8 @@ SHOWN_RANGES = 20
 # What may differ between the processes of one build: where and how fast it runs, and what is compared in other ways.
 _FREE = {
     *("dataset", "data_dir", "data_files", "dataset_name", "dataset_split", "dataset_revision"),
-    *("tokenizer", "output", "num_workers", "batch_size", "engine", "executor", "task_range", "seal", "dry_run"),
-    "on_error",
+    *("tokenizer", "output", "num_workers", "batch_size", "engine", "executor", "task_range", "hash_only", "seal"),
+    *("dry_run", "on_error"),
 }
 
 
@@ -93,20 +93,23 @@ def missing_tasks(corpus: Path, plan: Plan, done: Collection[int], options: Buil
     missing = [task for task in range(plan.num_tasks) if task not in done]
     if not missing:
         return None
-    got = f"{len(done):,} of {plan.num_tasks:,} tasks; tasks {stretches(missing)} are missing"
-    count = options.task_range.count if options.task_range else plan.num_ranges
-    if count is None:
-        return CorpusError(
-            "the build is not finished",
-            where=corpus,
-            got=got,
-            fix="Run the same flame-preprocess build command again, without --seal",
-        )
-    shares = [str(share) for share in unfinished(missing, plan.num_tasks, count)]
-    more = f" and {len(shares) - SHOWN_RANGES} more" if len(shares) > SHOWN_RANGES else ""
+    shares = shares_in_words(missing, plan, options)
     return CorpusError(
         "the build is not finished",
         where=corpus,
-        got=got,
-        fix=f"Run again --task_range {', '.join(shares[:SHOWN_RANGES])}{more}, then --seal: finished tasks are kept",
+        got=f"{len(done):,} of {plan.num_tasks:,} tasks; tasks {stretches(missing)} are missing",
+        fix="Run the same flame-preprocess build command again, without --seal"
+        if shares is None
+        else f"Run again --task_range {shares}, then --seal: finished tasks are kept",
+    )
+
+
+def shares_in_words(tasks: Collection[int], plan: Plan, options: BuildOptions) -> str | None:
+    """Return which shares have the tasks, `1/3, 2/3`; None where no share of the build was ever run."""
+    count = options.task_range.count if options.task_range else plan.num_ranges
+    if count is None:
+        return None
+    shares = [str(share) for share in unfinished(tasks, plan.num_tasks, count)]
+    return ", ".join(shares[:SHOWN_RANGES]) + (
+        f" and {len(shares) - SHOWN_RANGES} more" if len(shares) > SHOWN_RANGES else ""
     )

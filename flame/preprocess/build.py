@@ -10,24 +10,23 @@ from pathlib import Path
 from typing import Any
 
 from flame.errors import DiskFullError
-from flame.files import exclusive_lock, file_lock, named_disk_errors, remove_tree
+from flame.files import exclusive_lock, file_lock, named_disk_errors
 from flame.preprocess.array_job import shared_plan
 from flame.preprocess.build_plan import input_bytes_at_most, make_plan, task_settings
-from flame.preprocess.build_seal import check_errors, seal_build, seal_shares, summary
+from flame.preprocess.build_seal import check_errors, finish_sweeping, seal_build, seal_shares, summary, sweep
 from flame.preprocess.ceiling import ErrorCount
 from flame.preprocess.config import BuildOptions
 from flame.preprocess.dedup_pass import find_copies
+from flame.preprocess.dedup_share import hash_share, require_copies
 from flame.preprocess.dry_run import BYTES_A_DOCUMENT, take_sample, told
 from flame.preprocess.engine_check import SMALL_INPUT_BYTES, require_installed
 from flame.preprocess.engine_screen import write_screen
 from flame.preprocess.engines import ENGINES
 from flame.preprocess.executors import EXECUTORS, Executor
 from flame.preprocess.folder import (
-    COPIES,
     LOCK,
     PLAN_LOCK,
     SCREEN,
-    VAL_PARTS,
     WORKERS_LOCK,
     check_folder,
     read_receipts,
@@ -73,12 +72,10 @@ def build(options: BuildOptions) -> int:
     check_folder(options.output)
     if (options.output / MANIFEST).is_file():
         code = say_finished(options.output, make_plan(options, found, tokenizer))
-        left = [path for path in (options.output / VAL_PARTS, options.output / COPIES) if path.exists()]
-        if left:  # a kill came between sealing and sweeping
-            with exclusive_lock(options.output / LOCK, what="this corpus"):
-                for path in left:
-                    remove_tree(path)
+        finish_sweeping(options.output)
         return code
+    if options.hash_only and not options.dry_run:
+        return hash_share(options, found, tokenizer)
     request = LoadRequest(
         engine=options.engine,
         tokenizer_json=tokenizer.json,
@@ -104,7 +101,7 @@ def build(options: BuildOptions) -> int:
             tasks = TokenizeSettings(build=settings)
             num_tokens = _run_tasks(options, plan, tasks, executor, loaded.engine)
             manifest = seal_build(options, plan, tokenizer, loaded.engine)
-            remove_tree(options.output / COPIES)
+            sweep(options.output)
     print(summary(options.output, manifest, num_tokens=num_tokens, seconds=time.monotonic() - started))
     return 0
 
@@ -135,6 +132,8 @@ def _run_share(options: BuildOptions, found: Sequence[FoundFile], tokenizer: Tok
         if (corpus / MANIFEST).is_file():
             return say_finished(corpus, make_plan(options, found, tokenizer))
         plan = shared_plan(options, found, tokenizer, lambda: make_plan(options, found, tokenizer))
+        if options.dedup is not None:
+            require_copies(plan, options)
         with file_lock(corpus / PLAN_LOCK, what="the plan of this corpus", wait=True):
             _write_tokenizer(corpus, tokenizer, loaded)
         settings = TokenizeSettings(build=task_settings(options, plan, tokenizer), claims=True)
@@ -191,6 +190,8 @@ def _run_tasks(options: BuildOptions, plan: Plan, settings: TokenizeSettings, ex
 
 def _without_room(error: DiskFullError, left: Sequence[Task], done: Mapping[int, Mapping[str, Any]]) -> DiskFullError:
     """Return the error with the bytes that the tasks left will take: those of their text where none is done."""
+    if not left:
+        return error
     shards = [shard for receipt in done.values() for _, shard in shards_of(receipt)]
     text = sum(shard["num_bytes"] for shard in shards)
     written = sum(4 * shard["num_tokens"] + BYTES_A_DOCUMENT * shard["num_documents"] for shard in shards)
@@ -199,6 +200,6 @@ def _without_room(error: DiskFullError, left: Sequence[Task], done: Mapping[int,
         error.what,
         where=error.where,
         got=error.got,
-        expected=f"about {needed:,.0f} bytes for the {len(left):,} tasks that are left",
+        expected=f"about {needed:,.0f} bytes for what is left, {len(left):,} task{'s' * (len(left) > 1)}",
         fix=error.fix,
     )

@@ -12,8 +12,10 @@ from flame.files import exclusive_lock, remove_tree
 from flame.preprocess.array_job import missing_tasks
 from flame.preprocess.ceiling import ErrorCount, too_many_errors
 from flame.preprocess.config import BuildOptions
+from flame.preprocess.dedup_pass import not_hashed
+from flame.preprocess.dedup_share import hashes_missing
 from flame.preprocess.engines import ENGINES
-from flame.preprocess.folder import CLAIMS, LOCK, read_receipts, remove_strays
+from flame.preprocess.folder import CLAIMS, COPIES, HASHES, LOCK, VAL_PARTS, read_receipts, remove_strays
 from flame.preprocess.plan_file import Plan, no_workers, read_plan
 from flame.preprocess.ranges import stretches
 from flame.preprocess.records import damaged
@@ -22,6 +24,8 @@ from flame.preprocess.task_settings import docs_schema
 from flame.preprocess.tokenizer import TokenizerSpec, read_tokenizer
 from flame.shards.format import MANIFEST, TOKENIZER_FOLDER
 from flame.shards.manifest import Manifest, read_manifest
+
+_NEEDED_NO_MORE = (VAL_PARTS, COPIES, HASHES, CLAIMS)
 
 
 def seal_shares(options: BuildOptions) -> int:
@@ -38,8 +42,11 @@ def seal_shares(options: BuildOptions) -> int:
         )
     if (corpus / MANIFEST).is_file():
         print(f"{corpus} is sealed already: nothing to do ({read_manifest(corpus).fingerprint})")
+        finish_sweeping(corpus)
         return 0
     with exclusive_lock(corpus / LOCK, what="this corpus"), no_workers(corpus):
+        if plan.options.get("dedup") is not None and (left := not_hashed(plan, corpus)):
+            raise hashes_missing(plan, left, options)
         receipts = read_receipts(corpus, plan.digest)
         error = missing_tasks(corpus, plan, receipts.keys(), options)
         if error is not None:
@@ -48,7 +55,7 @@ def seal_shares(options: BuildOptions) -> int:
         tokenizer = _copied_tokenizer(corpus, plan)
         engine = Counter(receipt["engine"] for receipt in receipts.values()).most_common(1)[0][0]
         manifest = seal_build(options, plan, tokenizer, engine)
-        remove_tree(corpus / CLAIMS)
+        sweep(corpus)
     tokens = sum(split.num_tokens for split in manifest.splits.values())
     print(summary(corpus, manifest, num_tokens=tokens, seconds=time.monotonic() - started))
     return 0
@@ -70,6 +77,19 @@ def _copied_tokenizer(corpus: Path, plan: Plan) -> TokenizerSpec:
     if tokenizer.info.fingerprint != plan.options["tokenizer"]:
         raise damaged(folder, got="another tokenizer than the plan's", fix=again)
     return tokenizer
+
+
+def sweep(corpus: Path) -> None:
+    """Delete what a sealed corpus needs no more."""
+    for name in _NEEDED_NO_MORE:
+        remove_tree(corpus / name)
+
+
+def finish_sweeping(corpus: Path) -> None:
+    """Do so where a kill came between sealing and sweeping; a corpus without such remains may be read-only."""
+    if any((corpus / name).exists() for name in _NEEDED_NO_MORE):
+        with exclusive_lock(corpus / LOCK, what="this corpus"):
+            sweep(corpus)
 
 
 def seal_build(options: BuildOptions, plan: Plan, tokenizer: TokenizerSpec, engine: str) -> Manifest:

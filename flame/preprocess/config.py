@@ -80,8 +80,8 @@ class BuildOptions:
     dedup: str | None = option(
         None,
         choices=("exact",),
-        help="exact: of texts that are the same byte for byte take the first in the order of the input. Reads the "
-        "input twice",
+        help="exact: of texts that are the same byte for byte take the first in the order of the input, of "
+        "those that the --limit options leave. Reads the input twice",
     )
     max_tokens_per_document: int | None = option(
         None, help="most tokens of a document, BOS and EOS counted", unit="tokens", parse=parse_count
@@ -150,6 +150,11 @@ class BuildOptions:
         "options alike and one --output that they share; --seal makes the corpus (docs/multi-node.md)",
         metavar="I/N",
         parse=parse_range,
+    )
+    hash_only: bool = option(
+        False,
+        help="with --task_range and --dedup exact: do only the first reading of the share, which every share needs "
+        "before any may do its second (docs/multi-node.md)",
     )
     seal: bool = option(False, help="make the corpus of what --task_range built; needs only --output")
     dry_run: bool = option(False, help="tokenize a sample, say what the build would give and take, and write no corpus")
@@ -220,10 +225,11 @@ class BuildOptions:
             raise UsageError(
                 f"--long_documents {self.long_documents} needs --max_tokens_per_document", fix="Say how long is long"
             )
-        if self.dedup is not None and self.task_range is not None:
+        if self.hash_only and (self.dedup is None or self.task_range is None or self.seal):
             raise UsageError(
-                "--dedup needs all of the input, and --task_range is a share of it: not available together yet",
-                fix="Use --executor local or ray",
+                "--hash_only is the first of the two readings of a share of an array job",
+                expected="--dedup exact and --task_range i/n with it, and no --seal",
+                fix="Leave --hash_only out: a build without --task_range does both readings",
             )
         if self.where is not None:
             parse_where(self.where)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
-from flame.files import named_disk_errors, remove_tree
+from flame.files import file_lock, named_disk_errors, remove_tree
 from flame.preprocess.claims import claimed
 from flame.preprocess.dedup import RunWriter, is_done, merge, read_done, records_of
 from flame.preprocess.executors import EXECUTORS
-from flame.preprocess.folder import COPIES, HASHES, WORKERS_LOCK
+from flame.preprocess.folder import COPIES, COPIES_LOCK, HASHES, WORKERS_LOCK
 from flame.preprocess.plan import Task
 from flame.preprocess.plan_file import Plan
 from flame.preprocess.progress import BuildProgress, log
@@ -55,9 +56,14 @@ class HashSettings:
             self._hash(task, report)
             return True
         with claimed(self.build.corpus, task.index, wait=wait) as ours:
-            if ours and not is_done(self.build.corpus / HASHES, task.index, self.build.plan_digest):
+            if ours and not self._is_done(task):
                 self._hash(task, report)
         return ours
+
+    def _is_done(self, task: Task) -> bool:
+        corpus = self.build.corpus
+        done = is_done(corpus / HASHES, task.index, self.build.plan_digest)
+        return done or (corpus / COPIES).is_dir()  # looked for last: the hashes go after it came
 
     def _hash(self, task: Task, report: Callable[[Progress], None]) -> None:
         """Write the records of a task's texts, refusing what is refused when it is tokenized: there it is counted."""
@@ -78,26 +84,50 @@ class HashSettings:
 
 def find_copies(plan: Plan, settings: TaskSettings, executor: str, num_workers: int | None) -> None:
     """Write which documents of each task are copies, unless an earlier process has; the hashes are then deleted."""
-    folder = settings.corpus / HASHES
     if not (settings.corpus / COPIES).is_dir():
-        done = read_done(folder, plan.digest)
-        left = [task for task in plan.tasks if task.index not in done]
-        total, left_bytes = (sum(task.num_bytes for task in tasks) for tasks in (plan.tasks, left))
-        log(f"looking for copies: {len(plan.tasks)} tasks to read" + (f", {len(done)} done before" if done else ""))
-        if left:
-            files = {entry["path"]: number for number, entry in enumerate(plan.inputs)}
-            with (
-                EXECUTORS[executor](HashRequest(), num_workers) as running,
-                BuildProgress(total, total - left_bytes) as progress,
-            ):
-                running.wait_until_loaded()
-                running.run(
-                    left,
-                    HashSettings(build=settings, files=files, claims=executor != "local"),
-                    lock=settings.corpus / WORKERS_LOCK,
-                    report=progress.add,
-                )
-        with named_disk_errors(settings.corpus):
-            number = merge(folder, [task.index for task in plan.tasks], settings.corpus / COPIES)
-        log(f"{number:,} documents are copies of earlier ones")
-    remove_tree(folder)
+        hash_texts(plan, settings, executor, num_workers)
+    tell_copies(plan, settings.corpus)
+
+
+def hash_texts(
+    plan: Plan, settings: TaskSettings, executor: str, num_workers: int | None, *, shared: bool = False
+) -> None:
+    """Do the first reading of the plan's tasks that had none; `shared`: other processes hash texts as well."""
+    done = read_done(settings.corpus / HASHES, plan.digest)
+    left = [task for task in plan.tasks if task.index not in done]
+    total, left_bytes = (sum(task.num_bytes for task in tasks) for tasks in (plan.tasks, left))
+    before = len(plan.tasks) - len(left)
+    log(f"looking for copies: {len(plan.tasks)} tasks to read" + (f", {before} of them done before" if before else ""))
+    if not left:
+        return
+    files = {entry["path"]: number for number, entry in enumerate(plan.inputs)}
+    with (
+        EXECUTORS[executor](HashRequest(), num_workers) as running,
+        BuildProgress(total, total - left_bytes) as progress,
+    ):
+        running.wait_until_loaded()
+        running.run(
+            left,
+            HashSettings(build=settings, files=files, claims=shared or executor != "local"),
+            lock=settings.corpus / WORKERS_LOCK,
+            report=progress.add,
+            shared=shared,
+        )
+
+
+def not_hashed(plan: Plan, corpus: Path) -> list[int]:
+    """Return which of all tasks lack their first reading; none once the copies are told, and the hashes gone."""
+    done = read_done(corpus / HASHES, plan.digest)
+    if (corpus / COPIES).is_dir():  # looked for last: the hashes go after it came
+        return []
+    return [task for task in range(plan.num_tasks) if task not in done]
+
+
+def tell_copies(plan: Plan, corpus: Path) -> None:
+    """Write which documents of each task are copies; of several processes one does, and the others wait for it."""
+    with file_lock(corpus / COPIES_LOCK, what="the copies of this corpus", wait=True):
+        if not (corpus / COPIES).is_dir():
+            with named_disk_errors(corpus):
+                number = merge(corpus / HASHES, range(plan.num_tasks), corpus / COPIES)
+            log(f"{number:,} documents are copies of earlier ones")
+        remove_tree(corpus / HASHES)

@@ -142,6 +142,11 @@ def told(corpus: Path, plan: Plan, sample: Sample, *, engine: str, num_workers: 
         share = 100 * refused / (refused + sample.num_documents)
         reasons = ", ".join(f"{number:,} {reason}" for reason, number in sample.rejects.items())
         lines.insert(3, f"  refused    about {share:.2g}% of what is read: in the sample {reasons}")
+    if plan.options["dedup"] is not None:
+        lines += [
+            "  copies     not counted: a sample holds few of them. --dedup leaves fewer documents and tokens than these,",
+            "             and reads the input once more, without tokenizing it",
+        ]
     if disk_bytes > free:
         lines.append(
             f"there is no room for it in {corpus}: choose another --output, or free {_size(disk_bytes - free)}"

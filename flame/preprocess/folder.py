@@ -41,6 +41,7 @@ VAL_PARTS = BUILD / "tasks-val"
 # --dedup: the hashes of all texts, and then the places of the copies among each task's documents.
 HASHES = BUILD / "hashes"
 COPIES = BUILD / "copies"
+COPIES_LOCK = BUILD / "copies.lock"
 
 
 _STARTED = (

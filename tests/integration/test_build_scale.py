@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -18,8 +19,9 @@ from flame.preprocess.build import build
 from flame.preprocess.claims import claimed
 from flame.preprocess.config import BuildOptions
 from flame.preprocess.executors import EXECUTORS
-from flame.preprocess.folder import CLAIMS
+from flame.preprocess.folder import CLAIMS, COPIES, HASHES
 from flame.preprocess.ranges import TaskRange, parse_range, stretches, unfinished
+from flame.shards.manifest import read_manifest
 from tests.builds import (
     InlineExecutor,
     build_here,
@@ -29,6 +31,7 @@ from tests.builds import (
     same_corpus,
     some_texts,
     write_jsonl,
+    write_parquet,
     write_parts,
 )
 from tests.processes import SECONDS_TO_WAIT, processes_of, receipts, until
@@ -47,8 +50,9 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def share(work: Path, output: Path, name: str) -> subprocess.Popen[str]:
-    words = command(work / "raw", output, work / "tok", task_range=name, **OPTIONS)
+def share(work: Path, output: Path, name: str, **options: Any) -> subprocess.Popen[str]:
+    dataset = options.pop("dataset", work / "raw")
+    words = command(dataset, output, work / "tok", task_range=name, **OPTIONS | options)
     return subprocess.Popen(
         words, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
@@ -111,6 +115,89 @@ def test_a_share_with_other_options_or_inputs_is_refused_and_a_whole_build_waits
     assert f"{work}/raw/part-1.parquet is no longer an input" in fewer.stderr
     assert run_build(work / "raw", output, work / "tok", **OPTIONS).returncode == 0, "without a share it does the rest"
     assert same_corpus(output, work / "expected")
+
+
+# ---- --dedup exact: every share is hashed before any is tokenized
+
+
+@pytest.fixture(scope="module")
+def copies(work: Path) -> Path:
+    """A folder of inputs, two texts in five of them copies, some within a file; beside it what one process makes."""
+    for part in range(4):
+        texts = some_texts(400, seed=part // 2, longest=150)[part % 2 * 100 :]
+        write = write_parquet if part % 2 else write_jsonl
+        write(work / f"copies/part-{part}.{'parquet' if part % 2 else 'jsonl'}", [*texts, *texts[:50]])
+    build_here(work / "copies", work / "expected-deduplicated", work / "tok", dedup="exact", **OPTIONS)
+    assert read_manifest(work / "expected-deduplicated").rejects["duplicate"] == 800
+    return work / "copies"
+
+
+def run_here(patch: pytest.MonkeyPatch, copies: Path, output: Path, name: str, **options: Any) -> int:
+    """Run a share in this process."""
+    patch.setitem(EXECUTORS, "local", InlineExecutor)
+    chosen = {"dedup": "exact", "task_range": parse_range(name), **OPTIONS, **options}
+    return build(BuildOptions(dataset=(str(copies),), tokenizer=copies.parent / "tok", output=output, **chosen))
+
+
+@pytest.mark.parametrize("count", [3, 40])
+def test_shares_leave_out_the_copies_that_one_build_does(
+    work: Path, copies: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    output = tmp_path / "out"
+    shares = [f"{index}/{count}" for index in range(count)]
+    for name in (*reversed(shares), shares[0]):
+        assert run_here(monkeypatch, copies, output, name, hash_only=True) == 0
+    for name in shares:
+        assert run_here(monkeypatch, copies, output, name) == 0
+    assert run_here(monkeypatch, copies, output, shares[0], hash_only=True) == 0, "too late, and nothing to do"
+    assert seal(output) == 0
+    assert same_corpus(output, work / "expected-deduplicated")
+    assert not any((output / name).exists() for name in (CLAIMS, HASHES, COPIES))
+
+
+def test_a_share_that_is_to_be_tokenized_too_early_is_told_which_to_hash(
+    work: Path, copies: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "out"
+    run_here(monkeypatch, copies, output, "1/3", hash_only=True)
+    expected = "Run --hash_only with --task_range 0/3, 2/3; when these are done, all shares without --hash_only."
+    for attempt in (lambda: run_here(monkeypatch, copies, output, "1/3"), lambda: seal(output)):
+        with pytest.raises(CorpusError, match="not every share is hashed") as told:
+            attempt()
+        assert str(told.value).endswith(expected)
+    with pytest.raises(CorpusError, match='dedup was "exact" and is null'):
+        run_here(monkeypatch, copies, output, "0/3", dedup=None)
+    build_here(copies, output, work / "tok", dedup="exact", **OPTIONS)
+    assert same_corpus(output, work / "expected-deduplicated"), "without a share a build does the rest"
+
+
+def test_shares_that_race_or_are_killed_leave_out_the_same_copies(
+    work: Path, copies: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "out"
+    hashing = {"dataset": copies, "dedup": "exact", "hash_only": True}
+    killed = share(work, output, "0/2", **hashing)
+    assert until(lambda: len(list((output / HASHES).glob("task-*.json"))) > 1)
+    killed.send_signal(signal.SIGKILL)
+    killed.communicate()
+    assert until(lambda: not processes_of(killed.pid))
+    racing = [share(work, output, name, **hashing) for name in ("0/2", "1/2", "1/2")]
+    said = [ended(process)[0] for process in racing]
+    assert any("every share is hashed and the copies are known" in text for text in said)
+    assert (output / COPIES).is_dir() and not (output / HASHES).exists()
+    for name in ("0/2", "1/2"):
+        run_here(monkeypatch, copies, output, name)
+    assert seal(output) == 0
+    assert same_corpus(output, work / "expected-deduplicated")
+
+
+@pytest.mark.parametrize("options", [{}, {"dedup": "exact"}, {"task_range": TaskRange(index=0, count=2)}])
+def test_hash_only_is_for_shares_of_a_build_that_looks_for_copies(options: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match="--dedup exact and --task_range i/n with it"):
+        BuildOptions(dataset=("a",), tokenizer=Path("t"), output=Path("o"), hash_only=True, **options)
+
+
+# ---- what is malformed, claims, shares in words
 
 
 def test_errors_of_all_shares_are_looked_at_when_they_are_sealed(work: Path, tmp_path: Path) -> None:

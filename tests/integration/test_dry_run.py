@@ -25,7 +25,9 @@ class InTurn(InlineExecutor):
         super().run(tasks[::-1], *arguments, **named)
 
 
-def dry(raw: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+def dry(
+    raw: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], **more: Any
+) -> str:
     """What a dry run in this process says."""
     monkeypatch.setattr("flame.preprocess.build.LocalExecutor", InTurn)
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
@@ -38,6 +40,7 @@ def dry(raw: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
         dry_run=True,
         val_fraction=0.1,
         num_workers=1,
+        **more,
     )
     assert build(options) == 0
     assert not (tmp_path / "out").exists()
@@ -59,6 +62,21 @@ def test_of_a_small_input_it_says_what_the_build_gives(
     tokens = sum(split.num_tokens for split in manifest.splits.values())
     assert re.search(rf"tokens +about {tokens:,}, ", said)
     assert "with 1 worker of " in said and "there is no room" not in said
+
+
+def test_copies_are_not_counted_which_is_said_and_a_limit_takes_them_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_tiny_tokenizer(tmp_path / "tok")
+    texts = some_texts(100)
+    write_jsonl(tmp_path / "raw.jsonl", [*texts[:60], *texts])
+    choice = {"dedup": "exact", "limit_documents": 90}
+    said = dry(tmp_path / "raw.jsonl", tmp_path, monkeypatch, capsys, **choice)
+    assert re.search(r"documents +about 90\n", said)
+    assert "copies     not counted: a sample holds few of them. --dedup leaves fewer documents" in said
+    manifest = build_here(tmp_path / "raw.jsonl", tmp_path / "out", tmp_path / "tok", **choice)
+    assert manifest.splits["train"].num_documents == 60
+    assert manifest.rejects == {"duplicate": 30}
 
 
 def test_of_a_sample_that_is_stopped_it_still_tells(
