@@ -105,7 +105,7 @@ class RunWriter:
     def finish(self) -> None:
         if self._num_waiting:
             self._flush()
-        with named_disk_errors(self._path):
+        with named_disk_errors(self._path, RECORD.itemsize * sum(int(run[-1]) for run in self._runs)):
             self._file.close()
             fsync_file(Path(self._file.name))
             publish(Path(self._file.name), _records(self._path))
@@ -228,8 +228,9 @@ def merge(folder: Path, tasks: Sequence[int], target: Path) -> int:
     _append(temporary, waiting)
     for task in tasks:
         _seal_places(temporary / _NAME.format(task))
-    fsync_folder(temporary)
-    publish(temporary, target)
+    with named_disk_errors(target, 8 * number + 16 * len(tasks)):
+        fsync_folder(temporary)
+        publish(temporary, target)
     return number
 
 
@@ -275,10 +276,11 @@ def _append(folder: Path, found: Sequence[tuple[NDArray[np.int32], NDArray[np.ui
 
 def _seal_places(path: Path) -> None:
     """End a task's file of places with its checksum; a task without copies gets one too, so that none is missed."""
-    with named_disk_errors(path), open(path, "a+b") as file:
-        file.seek(0)
-        file.write(xxhash.xxh3_128_digest(file.read()))
-    fsync_file(path)
+    with named_disk_errors(path, 16):
+        with open(path, "a+b") as file:
+            file.seek(0)
+            file.write(xxhash.xxh3_128_digest(file.read()))
+        fsync_file(path)
 
 
 @dataclass

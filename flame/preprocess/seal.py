@@ -124,12 +124,16 @@ def _merge_val(
     keep = first_copies(pa.chunked_array([chunk for column in hashes for chunk in column.chunks]))
     writer = SplitWriter(corpus, "val", task=0, shard_tokens=shard_tokens, docs_schema=docs_schema)
     begin = 0
-    with named_disk_errors(corpus):
-        for part in parts:
-            for documents in _read_part(folder, split, part.name, docs_schema):
-                write(writer, documents.take(np.flatnonzero(keep[begin : begin + len(documents)])))
-                begin += len(documents)
-        shards = writer.finish()
+    with named_disk_errors(corpus / "val", sum(path.stat().st_size for path in (corpus / VAL_PARTS).iterdir())):
+        try:
+            for part in parts:
+                for documents in _read_part(folder, split, part.name, docs_schema):
+                    write(writer, documents.take(np.flatnonzero(keep[begin : begin + len(documents)])))
+                    begin += len(documents)
+            shards = writer.finish()
+        except BaseException:
+            writer.abort()
+            raise
     return tuple(shards), int(np.count_nonzero(~keep))
 
 

@@ -38,7 +38,7 @@ class ProvenanceFile:
         self._waiting: list[pa.Table] = []
         self._num_waiting = 0
         self._waiting_bytes = 0
-        with named_disk_errors(path):
+        with named_disk_errors(path, 4):  # what such a file begins with
             # dictionaries (source_file) are parquet's own here; page checksums let `verify` see a flipped bit
             self._writer = pq.ParquetWriter(
                 self._temporary,
@@ -73,7 +73,7 @@ class ProvenanceFile:
         """Write what is left, make the bytes durable and close; the name is still temporary."""
         if self._num_waiting:
             self._flush(self._num_waiting)
-        with named_disk_errors(self._path):
+        with named_disk_errors(self._path, self._temporary.stat().st_size):
             self._writer.close()
             fsync_file(self._temporary)
 

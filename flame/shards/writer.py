@@ -17,7 +17,16 @@ import xxhash
 from numpy.typing import NDArray
 
 from flame.files import named_disk_errors, publish, temporary_path
-from flame.shards.format import END_DTYPE, TOKEN_DTYPE, docs_path, ends_path, npy_header, shard_name, tokens_path
+from flame.shards.format import (
+    END_DTYPE,
+    HEADER_BYTES,
+    TOKEN_DTYPE,
+    docs_path,
+    ends_path,
+    npy_header,
+    shard_name,
+    tokens_path,
+)
 from flame.shards.manifest import ShardInfo
 from flame.shards.provenance import PROVENANCE_FIELDS as PROVENANCE_FIELDS  # the schema that `docs` begins with
 from flame.shards.provenance import ProvenanceFile
@@ -37,7 +46,7 @@ class ArrayFile:
         self._dtype = dtype
         self._digest = xxhash.xxh3_128()
         self._temporary = temporary_path(path)
-        with named_disk_errors(path):
+        with named_disk_errors(path, HEADER_BYTES):
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = open(self._temporary, "wb", buffering=WRITE_BUFFER_BYTES)  # noqa: SIM115
             self._file.write(npy_header(dtype, 0))

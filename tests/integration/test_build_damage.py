@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import json
+import os
 import re
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -215,7 +217,7 @@ def finished(work: Work, state: str) -> Path:
     return work.folder / ("of shares" if state == "shares" else "finished")
 
 
-@settings(FUZZ, max_examples=80)
+@settings(FUZZ, max_examples=60)
 @given(data=st.data(), state=st.sampled_from(["hashing", "tokenizing", "unsealed", "shares"]))
 def test_damage_to_what_a_build_keeps_is_named_with_what_mends_it(work: Work, data: st.DataObject, state: str) -> None:
     corpus, name = damaged_copy(data, work.folder / state, built_files(work.folder / state, of_build=True))
@@ -226,7 +228,7 @@ def test_damage_to_what_a_build_keeps_is_named_with_what_mends_it(work: Work, da
         assert name == "plan.json"
 
 
-@settings(FUZZ, max_examples=40)
+@settings(FUZZ, max_examples=30)
 @given(data=st.data(), state=st.sampled_from(["tokenizing", "unsealed", "shares"]))
 def test_damage_to_what_becomes_the_corpus_is_mended_or_found_by_verify(
     work: Work, data: st.DataObject, state: str
@@ -243,7 +245,7 @@ def test_damage_to_what_becomes_the_corpus_is_mended_or_found_by_verify(
         )
 
 
-@settings(FUZZ, max_examples=40)
+@settings(FUZZ, max_examples=30)
 @given(data=st.data(), state=st.sampled_from(["finished", "of shares"]), of_build=st.booleans())
 def test_no_look_into_a_damaged_corpus_ends_in_an_unexpected_error(
     work: Work, data: st.DataObject, state: str, of_build: bool
@@ -271,3 +273,56 @@ def same_files(one: Path, other: Path) -> bool:
         for corpus in (one, other)
     ]
     return manifests[0] == manifests[1] and contents[0] == contents[1]
+
+
+# ---- a disk that is full, at every place where a build writes
+
+
+@dataclass
+class FullDisk:
+    """Stands in for `os.fsync`, which is where a disk over a network says that it is full: for files of one kind."""
+
+    kind: str | None = None
+    seen: dict[str, None] = field(default_factory=dict)
+
+    def fsync(self, descriptor: int) -> None:
+        path = Path(f"/proc/self/fd/{descriptor}").readlink()
+        kind = re.sub(r"\d+", "N", f"{path.parent.name}/{path.name}")
+        if "corpus" in path.parts:
+            self.seen[kind] = None
+        if kind == self.kind:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_a_full_disk_is_told_wherever_a_build_writes_and_the_build_ends_well_with_room(
+    work: Work, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shares: bool
+) -> None:
+    disk = FullDisk()
+    monkeypatch.setattr("os.fsync", disk.fsync)
+
+    def build(output: Path) -> Ran:
+        if not shares:
+            return work.build(output)
+        parts = [work.share(output, share) for share in ("0/2", "1/2")]
+        return next((ran for ran in parts if ran.code), None) or run("build", "--seal", "--output", output)
+
+    whole = tmp_path / "99/corpus"
+    assert build(whole).code == 0
+    kinds = list(disk.seen)
+    assert len(kinds) > 15
+    if shares:
+        kinds = kinds[:3]  # the others are written as one process writes them
+    for number, kind in enumerate(kinds):
+        disk.kind = kind
+        output = tmp_path / str(number) / "corpus"
+        ran = build(output)
+        assert ran.code == 1, kind
+        paragraph = ran.told.splitlines()[-1]
+        assert f"no space left on the device (in {output}" in paragraph, (kind, paragraph)
+        assert re.search(r"expected (about|at least) [\d,]+ bytes", paragraph), (kind, paragraph)
+        assert not (output / "manifest.json").exists() or kind == "N/corpus"
+        disk.kind = None
+        assert build(output).code == 0
+        assert same_files(output, whole), kind
+        assert not list(output.rglob("*.tmp")), kind
