@@ -1,9 +1,10 @@
-"""The output projection and the cross entropy in one function that never holds all logits.
+"""The output projection and the cross entropy in one operator that never holds all logits.
 
 With T tokens and a vocabulary of V, the logits of a long row are the largest tensor of a training step (65,536 × 32,000
-in fp32 are 8 GB), and three copies of them are alive at the peak. Here the tokens pass in chunks: a chunk's logits are
-made, give its losses and, while they are at hand, the gradients of the hidden states and of the weight. Backward then
-only scales what forward stored. The chunk size depends on the shapes alone, so that the order of summation does too.
+in bf16 are 4 GB), and several copies of them are alive at the peak. Here the tokens pass in chunks: a chunk's logits
+give its losses and then, in their own memory, their gradients, which two products turn into those of the hidden states
+and of the weight. Backward only scales what forward stored. The size of a chunk depends on the shapes alone, so that
+the order of summation does too.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-DEFAULT_CHUNK_BYTES = 256 << 20
+from flame.kernels.dispatch import LOSSES, choose_loss
+from flame.kernels.loss_rows import LossTerms, RowLosses
+
+DEFAULT_CHUNK_BYTES = 768 << 20
 _CHUNK_MULTIPLE = 128
 
 
@@ -37,96 +39,153 @@ def linear_cross_entropy(
     bias_V: Tensor | None = None,
     *,
     ignore_index: int = -100,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+    label_smoothing: float = 0.0,
+    implementation: str = "auto",
     chunk_bytes: int = DEFAULT_CHUNK_BYTES,
 ) -> LossParts:
     """Return the cross entropy of `labels_T` under the logits `hidden_TD @ weight_VD.T + bias_V`, summed.
 
-    Labels are integers of any width in `[0, V)` or `ignore_index`. Products are taken in the inputs' own dtype, softmax
-    and sums in fp32 (fp64 for fp64 inputs). Nothing waits for the device. Peak memory beyond the results is about
-    `2 × chunk_bytes`, of which a chunk's fp32 logits take one. Gradients, where asked for, are made in forward and
-    kept: `[T, D]` in the dtype of `hidden_TD`, and `[V, D]` in fp32.
+    Labels are integers of any width in `[0, V)` or `ignore_index`. `softcap` c makes logits c·tanh(logits / c) first;
+    `z_loss` adds that much of log²(Σ exp logits) to the loss of each label; `label_smoothing` spreads that share of a
+    label over the vocabulary. `implementation` is a name in `flame.kernels.dispatch.LOSSES`, or "auto".
 
-    Source: the gradient of a logit is softmax − onehot; making it in forward follows Hsu et al. 2024, "Liger Kernel".
+    Products are taken in the inputs' own dtype, softmax and sums in fp32 (fp64 for fp64 inputs). Nothing waits for the
+    device. A chunk's logits take at most `chunk_bytes` (more, if those of 128 tokens do), and "torch" three times that
+    for fp32 copies. Gradients, where asked for, are made in forward and kept: `[T, D]` in the dtype of `hidden_TD`, and
+    `[V, D]` in fp32. The graph of a compiled caller holds this as one operator.
+
+    Source: the gradient of a logit is softmax − onehot; making it in forward follows Hsu et al. 2024, "Liger Kernel";
+    z-loss is that of Chowdhery et al. 2022, "PaLM".
     """
-    chunk = _chunk_tokens(weight_VD.shape[0], chunk_bytes)
-    wanted = (hidden_TD, weight_VD, bias_V)
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in wanted):
-        return LossParts(*_LinearCrossEntropy.apply(hidden_TD, weight_VD, bias_V, labels_T, ignore_index, chunk))
-    losses_T = torch.empty(hidden_TD.shape[0], dtype=_sum_dtype(hidden_TD), device=hidden_TD.device)
-    for rows in _chunks(hidden_TD.shape[0], chunk):
-        chunk_losses, *_ = _losses(hidden_TD[rows], weight_VD, bias_V, labels_T[rows], ignore_index)
-        losses_T[rows] = chunk_losses
-    return LossParts(losses_T.sum(), (labels_T != ignore_index).sum(), losses_T)
+    wanted = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in (hidden_TD, weight_VD, bias_V)]
+    loss_sum, losses_T, *_ = _operator(
+        hidden_TD,
+        weight_VD,
+        bias_V,
+        labels_T,
+        ignore_index,
+        softcap or 0.0,
+        z_loss,
+        label_smoothing,
+        implementation,
+        _chunk_tokens(hidden_TD, weight_VD, chunk_bytes),
+        wanted,
+    )
+    return LossParts(loss_sum, (labels_T != ignore_index).sum(), losses_T.detach())
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden_TD: Tensor,
-        weight_VD: Tensor,
-        bias_V: Tensor | None,
-        labels_T: Tensor,
-        ignore_index: int,
-        chunk: int,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        sum_dtype = _sum_dtype(hidden_TD)
-        losses_T = torch.empty(hidden_TD.shape[0], dtype=sum_dtype, device=hidden_TD.device)
-        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        d_hidden_TD = torch.empty_like(hidden_TD) if needs_hidden else None
-        d_weight_VD = torch.zeros_like(weight_VD, dtype=sum_dtype) if needs_weight else None
-        d_bias_V = torch.zeros_like(bias_V, dtype=sum_dtype) if needs_bias and bias_V is not None else None
-        for rows in _chunks(hidden_TD.shape[0], chunk):
-            hidden_CD = hidden_TD[rows]
-            losses_C, log_probs_CV, logits_CV, targets_C1, counts_C1 = _losses(
-                hidden_CD, weight_VD, bias_V, labels_T[rows], ignore_index
-            )
-            losses_T[rows] = losses_C
-            # softmax − onehot, made in place of the log-probabilities, then rounded into the logits' own memory
-            probs_CV = log_probs_CV.exp_().scatter_add_(1, targets_C1, torch.full_like(counts_C1, -1, dtype=sum_dtype))
-            d_logits_CV = torch.mul(probs_CV, counts_C1, out=logits_CV)
-            if d_hidden_TD is not None:
-                torch.mm(d_logits_CV, weight_VD, out=d_hidden_TD[rows])
-            if d_weight_VD is not None:
-                _add_product(d_weight_VD, d_logits_CV.t(), hidden_CD)
-            if d_bias_V is not None:
-                d_bias_V += d_logits_CV.sum(0, dtype=sum_dtype)
-        ctx.save_for_backward(d_hidden_TD, d_weight_VD, d_bias_V)
-        ctx.dtypes = (hidden_TD.dtype, weight_VD.dtype, None if bias_V is None else bias_V.dtype)
-        num_labels = (labels_T != ignore_index).sum()
-        ctx.mark_non_differentiable(num_labels, losses_T)
-        return losses_T.sum(), num_labels, losses_T
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, d_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        scaled = (
-            None if stored is None else _scaled(stored, d_loss, dtype)
-            for stored, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        )
-        return (*scaled, None, None, None)
-
-
-def _losses(
-    hidden_CD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, labels_C: Tensor, ignore_index: int
+@torch.library.custom_op("flame::linear_cross_entropy", mutates_args=())
+def _operator(
+    hidden_TD: Tensor,
+    weight_VD: Tensor,
+    bias_V: Tensor | None,
+    labels_T: Tensor,
+    ignore_index: int,
+    softcap: float,
+    z_loss: float,
+    label_smoothing: float,
+    implementation: str,
+    chunk: int,
+    wanted: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return a chunk's losses, log-probabilities, logits, targets `[C, 1]`, and whether each row counts `[C, 1]`."""
-    logits_CV = F.linear(hidden_CD, weight_VD, bias_V)
-    log_probs_CV = torch.log_softmax(logits_CV, dim=-1, dtype=_sum_dtype(hidden_CD))
-    counts_C1 = (labels_C != ignore_index).unsqueeze(1)
-    targets_C1 = labels_C.unsqueeze(1).long().where(counts_C1, 0)
-    losses_C1 = log_probs_CV.gather(1, targets_C1).neg_().where(counts_C1, 0)
-    return losses_C1.squeeze(1), log_probs_CV, logits_CV, targets_C1, counts_C1
+    """Return the sum of losses, the losses, and the gradients of the first three arguments, empty if not `wanted`."""
+    terms = LossTerms(ignore_index=ignore_index, softcap=softcap, z_loss=z_loss, label_smoothing=label_smoothing)
+    chosen = LOSSES[choose_loss(implementation, device=hidden_TD.device, dtype=hidden_TD.dtype)]
+    losses_T, *gradients = chunked_losses(hidden_TD, weight_VD, bias_V, labels_T, terms, chosen.run, chunk, wanted)
+    d_hidden_TD, d_weight_VD, d_bias_V = gradients
+    return losses_T.sum(), losses_T, d_hidden_TD, d_weight_VD, d_bias_V
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add `left @ right` to `total` without rounding the product to the factors' dtype where the device can."""
+def chunked_losses(
+    hidden_TD: Tensor,
+    weight_VD: Tensor,
+    bias_V: Tensor | None,
+    labels_T: Tensor,
+    terms: LossTerms,
+    losses_of_rows: RowLosses,
+    chunk: int,
+    wanted: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the losses and the gradients of hidden states, weight and bias, `chunk` tokens at a time."""
+    num_tokens = hidden_TD.shape[0]
+    assert num_tokens > 0, "a micro-batch has tokens"
+    losses_T, d_hidden_TD, d_weight_VD, d_bias_V = _outputs(hidden_TD, weight_VD, bias_V, wanted)
+    labels_T = labels_T.contiguous()
+    buffer_CV = hidden_TD.new_empty(min(chunk, num_tokens), weight_VD.shape[0])
+    for start in range(0, num_tokens, chunk):
+        rows = slice(start, start + chunk)
+        hidden_CD, labels_C = hidden_TD[rows], labels_T[rows]
+        logits_CV = buffer_CV[: hidden_CD.shape[0]]
+        if bias_V is None:
+            torch.mm(hidden_CD, weight_VD.t(), out=logits_CV)
+        else:
+            torch.addmm(bias_V, hidden_CD, weight_VD.t(), out=logits_CV)
+        losses_of_rows(logits_CV, labels_C, losses_T[rows], terms=terms, with_gradients=any(wanted))
+        if wanted[0]:
+            torch.mm(logits_CV, weight_VD, out=d_hidden_TD[rows])
+        if wanted[1]:
+            _add_product(d_weight_VD, logits_CV.t(), hidden_CD, first=start == 0)
+        if wanted[2]:
+            d_bias_V += logits_CV.sum(0, dtype=d_bias_V.dtype)
+    return losses_T, d_hidden_TD, d_weight_VD, d_bias_V
+
+
+def _outputs(
+    hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, wanted: list[bool]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return memory for the losses and the gradients; the first chunk overwrites the weight's, so there must be one."""
+    sum_dtype = torch.promote_types(hidden_TD.dtype, torch.float32)
+    losses_T = hidden_TD.new_empty(hidden_TD.shape[0], dtype=sum_dtype)
+    d_hidden_TD = torch.empty_like(hidden_TD, memory_format=torch.contiguous_format) if wanted[0] else _none(hidden_TD)
+    d_weight_VD = hidden_TD.new_empty(weight_VD.shape, dtype=sum_dtype) if wanted[1] else _none(hidden_TD)
+    d_bias_V = hidden_TD.new_zeros(weight_VD.shape[0], dtype=sum_dtype) if wanted[2] else _none(hidden_TD)
+    return losses_T, d_hidden_TD, d_weight_VD, d_bias_V
+
+
+def _none(like: Tensor) -> Tensor:
+    """Stands for a gradient that is not wanted: an operator returns tensors only."""
+    return like.new_empty(0)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor, *, first: bool) -> None:
+    """Add `left @ right` to `total` (the `first` overwrites it), unrounded where the device can."""
     if total.dtype == left.dtype:
-        total.addmm_(left, right)
-    elif left.is_cuda:
-        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+        torch.addmm(total, left, right, beta=0 if first else 1, out=total)
+    elif not left.is_cuda:
+        total.copy_(left @ right) if first else total.add_(left @ right)
+    elif first:
+        torch.mm(left, right, out_dtype=total.dtype, out=total)
     else:
-        total += left @ right
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+
+
+@_operator.register_fake
+def _(
+    hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, labels_T: Tensor, *options: Any
+) -> tuple[Tensor, ...]:
+    losses_T, *gradients = _outputs(hidden_TD, weight_VD, bias_V, options[-1])
+    return losses_T.new_empty(()), losses_T, *gradients
+
+
+def _keep_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*output[2:])
+    ctx.wanted = inputs[-1]
+    ctx.dtypes = [None if x is None else x.dtype for x in inputs[:3]]
+
+
+def _scaled_gradients(ctx: Any, d_loss: Tensor | None, *others: Tensor | None) -> tuple[Tensor | None, ...]:
+    assert all(other is None for other in others), "only the sum of losses has a gradient, and that has no second one"
+    gradients = [
+        _scaled(stored, d_loss, dtype) if wanted and d_loss is not None else None
+        for stored, wanted, dtype in zip(ctx.saved_tensors, ctx.wanted, ctx.dtypes, strict=True)
+    ]
+    return *gradients, *(None,) * 8
+
+
+_operator.register_autograd(_scaled_gradients, setup_context=_keep_gradients)
 
 
 def _scaled(stored: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -134,15 +193,11 @@ def _scaled(stored: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.mul(stored, factor, out=torch.empty_like(stored, dtype=dtype))
 
 
-def _sum_dtype(tensor: Tensor) -> torch.dtype:
-    return torch.promote_types(tensor.dtype, torch.float32)
+def _chunk_tokens(hidden_TD: Tensor, weight_VD: Tensor, chunk_bytes: int) -> int:
+    """Return how many tokens' logits fit into `chunk_bytes`: a power of two, at least 128.
 
-
-def _chunk_tokens(vocabulary: int, chunk_bytes: int) -> int:
-    """Return how many tokens' fp32 logits fit into `chunk_bytes`: a multiple of 128, at least 128."""
-    tokens = chunk_bytes // (4 * vocabulary)
-    return max(_CHUNK_MULTIPLE, tokens // _CHUNK_MULTIPLE * _CHUNK_MULTIPLE)
-
-
-def _chunks(num_tokens: int, chunk: int) -> list[slice]:
-    return [slice(start, min(start + chunk, num_tokens)) for start in range(0, num_tokens, chunk)]
+    Powers of two fill a GPU: with 132 multiprocessors and tiles of 128 × 256, the hidden states' gradients of 2,048
+    tokens of width 2,048, or 4,096 of 1,024, are one wave of 128 tiles.
+    """
+    tokens = chunk_bytes // (hidden_TD.element_size() * weight_VD.shape[0])
+    return max(_CHUNK_MULTIPLE, 1 << max(0, tokens.bit_length() - 1))

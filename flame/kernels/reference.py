@@ -11,26 +11,59 @@ from torch import Tensor
 
 
 def linear_cross_entropy(
-    hidden_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, bias_V: Tensor | None = None, *, ignore_index: int = -100
+    hidden_TD: Tensor,
+    weight_VD: Tensor,
+    labels_T: Tensor,
+    bias_V: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+    label_smoothing: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (sum of losses, number of labels, loss of each token), losses in nats, 0 where the label is ignored."""
     dtype = torch.promote_types(hidden_TD.dtype, torch.float32)
     logits_TV = F.linear(hidden_TD, weight_VD, bias_V).to(dtype)
-    losses_T = F.cross_entropy(logits_TV, labels_T.long(), ignore_index=ignore_index, reduction="none")
-    return losses_T.sum(), (labels_T != ignore_index).sum(), losses_T.detach()
+    if softcap is not None:
+        logits_TV = softcap * torch.tanh(logits_TV / softcap)
+    losses_T = F.cross_entropy(
+        logits_TV,
+        labels_T.long(),
+        ignore_index=ignore_index,
+        reduction="none",
+        label_smoothing=label_smoothing,
+    )
+    counts_T = labels_T != ignore_index
+    losses_T = losses_T + z_loss * logits_TV.logsumexp(1).square() * counts_T
+    return losses_T.sum(), counts_T.sum(), losses_T.detach()
 
 
-def varlen_attention(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, cu_seqlens: Tensor, *, scale: float) -> Tensor:
+def varlen_attention(
+    q_THD: Tensor,
+    k_TGD: Tensor,
+    v_TGD: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
     """Return causal attention `[T, H, D]` within each sequence: softmax over a block-diagonal lower triangle.
 
-    `q_THD` has H heads, `k_TGD` and `v_TGD` have G, a divisor of H: query head h reads key head h // (H / G).
+    `q_THD` has H heads, `k_TGD` and `v_TGD` have G, a divisor of H: query head h reads key head h // (H / G). With a
+    `window` a token sees itself and the `window` − 1 tokens before it; `softcap` c makes scores c·tanh(scores / c).
     """
     num_tokens, num_heads, _ = q_THD.shape
     group = num_heads // k_TGD.shape[1]
     k_THD, v_THD = (x.repeat_interleave(group, dim=1) for x in (k_TGD, v_TGD))
     index_T = torch.arange(num_tokens, device=q_THD.device)
     sequence_T = torch.bucketize(index_T, cu_seqlens[1:].long(), right=True)
-    visible_TT = (sequence_T[:, None] == sequence_T[None, :]) & (index_T[:, None] >= index_T[None, :])
+    distance_TT = index_T[:, None] - index_T[None, :]
+    visible_TT = (sequence_T[:, None] == sequence_T[None, :]) & (distance_TT >= 0)
+    if window is not None:
+        visible_TT &= distance_TT < window
     scores_HTT = torch.einsum("qhd,khd->hqk", q_THD, k_THD) * scale
+    if softcap is not None:
+        scores_HTT = softcap * torch.tanh(scores_HTT / softcap)
     weights_HTT = scores_HTT.masked_fill(~visible_TT, float("-inf")).softmax(dim=-1)
     return torch.einsum("hqk,khd->qhd", weights_HTT, v_THD)

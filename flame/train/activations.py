@@ -28,7 +28,8 @@ _KEPT_NAMES = (
     "aten::_scaled_dot_product_flash_attention_for_cpu",
     "aten::_scaled_dot_product_cudnn_attention",
     "aten::_flash_attention_forward",
-    "torch_attn::_varlen_attn",
+    "flame::torch_varlen",
+    "flame::fa4",
 )
 
 

@@ -23,7 +23,7 @@ from transformers import (
 
 from flame.errors import TrainingError
 from flame.kernels.dispatch import ATTENTION
-from flame.kernels.varlen_attention import causal_attention, pad_cu_seqlens
+from flame.kernels.varlen_attention import longest, pad_cu_seqlens, row_attention
 
 Arguments = dict[str, Any]
 
@@ -100,7 +100,8 @@ def _expert_refusal(config: PretrainedConfig) -> str | None:
 
 
 def _construct_decoder(config: PretrainedConfig, attention: str) -> PreTrainedModel:
-    interface = f"flame_{attention}"
+    # transformers takes any name with sdpa in it for torch's, which it refuses to models with soft caps
+    interface = f"flame_{attention}".replace("sdpa", "by_document")
     AttentionInterface.register(interface, _attention_interface(attention))
     return _from_config(config, attn_implementation=interface)
 
@@ -121,15 +122,20 @@ def _attention_interface(attention: str) -> Callable[..., tuple[Tensor, None]]:
         scaling: float,
         dropout: float = 0.0,
         cu_seq_lens_q: Tensor | None = None,
-        max_length_q: int | None = None,
+        max_length_q: Tensor | None = None,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        s_aux: Tensor | None = None,
         **_: Any,
     ) -> tuple[Tensor, None]:
         assert attention_mask is None and dropout == 0.0, "flame's attention has neither masks nor dropout"
+        assert s_aux is None, "flame's attention has no sinks"
         assert query.shape[2] == key.shape[2], "flame's attention is for training: it reads no cache"
+        limits: Arguments = {"scale": scaling, "window": sliding_window, "softcap": softcap}
         if cu_seq_lens_q is None:
-            return causal_attention(query, key, value, scale=scaling).transpose(1, 2), None
+            return row_attention(attend_packed, query, key, value, **limits).transpose(1, 2), None
         packed = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-        out_THD = attend_packed(*packed, cu_seq_lens_q, max_length_q, scale=scaling)
+        out_THD = attend_packed(*packed, cu_seq_lens_q, max_length_q, **limits)
         return out_THD.unflatten(0, (query.shape[0], query.shape[2])), None
 
     return attend
@@ -137,18 +143,16 @@ def _attention_interface(attention: str) -> Callable[..., tuple[Tensor, None]]:
 
 def _decoder_arguments(model: Any, positions: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None) -> Arguments:
     arguments: Arguments = {"position_ids": positions, "use_cache": False}
-    if cu_seqlens is not None:
-        arguments |= {"cu_seq_lens_q": pad_cu_seqlens(cu_seqlens), "max_length_q": max_seqlen}
+    if cu_seqlens is not None and max_seqlen is not None:
+        arguments |= {"cu_seq_lens_q": pad_cu_seqlens(cu_seqlens), "max_length_q": longest(max_seqlen)}
     return arguments
 
 
 def _decoder_refusal(config: PretrainedConfig) -> str | None:
     if getattr(config, "attention_dropout", 0.0):
         return f"attention_dropout is {config.attention_dropout}, and attention here has no dropout; set it to 0"
-    kinds = set(getattr(config, "layer_types", None) or ())
-    sliding = "sliding_attention" in kinds if kinds else getattr(config, "sliding_window", None) is not None
-    if sliding:
-        return "it attends within a sliding window, which is not available yet; set sliding_window to null"
+    if getattr(config, "use_bidirectional_attention", False):
+        return "use_bidirectional_attention is set, and attention here is causal; set it to false"
     return None
 
 
@@ -178,8 +182,8 @@ def _construct_fla_transformer(config: PretrainedConfig, attention: str) -> PreT
 
 def _fla_arguments(model: Any, positions: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None) -> Arguments:
     arguments: Arguments = {"positions": positions, "use_cache": False}
-    if cu_seqlens is not None:
-        arguments |= {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
+    if cu_seqlens is not None and max_seqlen is not None:
+        arguments |= {"cu_seqlens": cu_seqlens, "max_seqlen": longest(max_seqlen)}
     return arguments
 
 
@@ -195,10 +199,6 @@ def _fla_transformer_arguments(
 
 
 def _fla_refusal(config: PretrainedConfig) -> str | None:
-    layers = getattr(config, "attn", None) or []
-    windows = [layer.get("window_size") for layer in ([layers] if isinstance(layers, Mapping) else layers)]
-    if any(window is not None for window in (getattr(config, "window_size", None), *windows)):
-        return "it attends within a sliding window (window_size), which is not available yet; set window_size to null"
     if getattr(config, "use_l2warp", False):
         return "use_l2warp adds a term to the loss that is not available here; set it to false"
     return None
@@ -280,6 +280,7 @@ _FLA_STATE_SPACE = Family(
 )
 
 FAMILIES: dict[str, Family] = {
+    "gemma2": _DECODER,
     "llama": _DECODER,
     "mistral": _DECODER,
     "qwen2": _DECODER,

@@ -17,7 +17,7 @@ from fla.modules import GatedMLP
 from torch import Tensor, nn
 
 from flame.kernels.dispatch import ATTENTION
-from flame.kernels.varlen_attention import causal_attention
+from flame.kernels.varlen_attention import row_attention
 
 
 class PlainAttention(nn.Module):
@@ -30,6 +30,7 @@ class PlainAttention(nn.Module):
         self.q_norm = _plain_norm(original.q_norm) if original.qk_norm else None
         self.k_norm = _plain_norm(original.k_norm) if original.qk_norm else None
         self.head_dim: int = original.head_dim
+        self.window: int | None = original.window_size
         self.inv_freq = nn.Buffer(original.rotary.inv_freq, persistent=False)
         self.attend_packed = ATTENTION[attention].run
 
@@ -38,7 +39,7 @@ class PlainAttention(nn.Module):
         hidden_states: Tensor,
         positions: Tensor,
         cu_seqlens: Tensor | None = None,
-        max_seqlen: int | None = None,
+        max_seqlen: Tensor | None = None,
         turn: tuple[Tensor, Tensor] | None = None,
         past_key_values: None = None,
         **_: Any,
@@ -52,13 +53,13 @@ class PlainAttention(nn.Module):
             q_BTHD, k_BTGD = self.q_norm(q_BTHD), self.k_norm(k_BTGD)
         turn = rotation(positions, self.inv_freq) if turn is None else turn
         q_BTHD, k_BTGD = rotate(q_BTHD, *turn), rotate(k_BTGD, *turn)
-        scale = self.head_dim**-0.5
+        limits: dict[str, Any] = {"scale": self.head_dim**-0.5, "window": self.window}
         if cu_seqlens is None:
             rows = (x.transpose(1, 2) for x in (q_BTHD, k_BTGD, v_BTGD))
-            out_BTHD = causal_attention(*rows, scale=scale).transpose(1, 2)
+            out_BTHD = row_attention(self.attend_packed, *rows, **limits).transpose(1, 2)
         else:
             packed = (x.flatten(0, 1) for x in (q_BTHD, k_BTGD, v_BTGD))
-            out_BTHD = self.attend_packed(*packed, cu_seqlens, max_seqlen, scale=scale).view_as(q_BTHD)
+            out_BTHD = self.attend_packed(*packed, cu_seqlens, max_seqlen, **limits).view_as(q_BTHD)
         return self.o_proj(out_BTHD.flatten(2)), None, None
 
 

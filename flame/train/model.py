@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from flame.errors import TrainingError
-from flame.kernels.dispatch import choose_attention
-from flame.kernels.linear_cross_entropy import linear_cross_entropy
+from flame.kernels.dispatch import choose_attention, choose_loss
+from flame.kernels.linear_cross_entropy import LossParts, linear_cross_entropy
 from flame.train.families import GENERIC, Family, check_family, family_of
 from flame.train.log import log
+from flame.train.model_config import construct_model
 
 IGNORE_INDEX = -100
 
@@ -24,10 +25,13 @@ class CausalLMLoss(nn.Module):
     `model` is the Hugging Face model: checkpoints hold its own keys.
     """
 
-    def __init__(self, model: PreTrainedModel, family: Family) -> None:
+    def __init__(self, model: PreTrainedModel, family: Family, loss: str = "auto") -> None:
+        """`loss` is a name in `flame.kernels.dispatch.LOSSES`, or "auto"."""
         super().__init__()
         self.model = model
         self.family = family
+        self.loss = loss
+        self.softcap: float | None = getattr(model.config, "final_logit_softcapping", None)
 
     def forward(
         self,
@@ -36,8 +40,8 @@ class CausalLMLoss(nn.Module):
         positions: Tensor,
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Return (sum of the losses in nats, fp32 scalar; number of labels that are not −100, scalar).
+    ) -> LossParts:
+        """Return the sum of the losses in nats, the number of labels that are not −100, and each token's loss `[B·T]`.
 
         `input_ids`, `labels` and `positions` are integers `[B, T]`. With `cu_seqlens` B is 1, and the T tokens are
         sequences that do not see each other; `max_seqlen` is the longest. Nothing waits for the device.
@@ -46,12 +50,13 @@ class CausalLMLoss(nn.Module):
         if self.family.fused_loss:
             hidden_TD = self.model.base_model(input_ids=input_ids, **arguments)[0].flatten(0, 1)
             head = self.model.get_output_embeddings()
-            loss_sum, num_labels, _ = linear_cross_entropy(hidden_TD, head.weight, labels.flatten(), head.bias)
-            return loss_sum, num_labels
+            return linear_cross_entropy(
+                hidden_TD, head.weight, labels.flatten(), head.bias, softcap=self.softcap, implementation=self.loss
+            )
         logits_TV = self.model(input_ids=input_ids, **arguments).logits.flatten(0, 1)
         labels_T = labels.flatten().long()
-        loss_sum = F.cross_entropy(logits_TV.float(), labels_T, ignore_index=IGNORE_INDEX, reduction="sum")
-        return loss_sum, (labels_T != IGNORE_INDEX).sum()
+        losses_T = F.cross_entropy(logits_TV.float(), labels_T, ignore_index=IGNORE_INDEX, reduction="none")
+        return LossParts(losses_T.sum(), (labels_T != IGNORE_INDEX).sum(), losses_T.detach())
 
     def blocks(self) -> list[nn.Module]:
         """Return the model's layers in order: the longest list of modules in it."""
@@ -81,14 +86,16 @@ def build_model(
     chosen = _choose_attention(
         attention, config, device=device, dtype=dtype, varlen=varlen, deterministic=deterministic
     )
-    log.info(_described(config, family, chosen if varlen else "torch's own, causal over whole rows"))
+    loss = choose_loss("auto", device=device, dtype=dtype)
+    whole_rows = not varlen and not _limits_attention(config)
+    log.info(_described(config, family, "torch's own, causal over whole rows" if whole_rows else chosen, loss))
     torch.manual_seed(seed)
     with torch.device("cpu" if rank == 0 else "meta"):
-        model = family.construct(config, chosen)
+        model = construct_model(config, chosen)
     model.train()
     if family.fused_loss and model.get_output_embeddings() is None:
         raise TrainingError(f"a model of the type {config.model_type} has no output head to train")
-    return CausalLMLoss(model, family)
+    return CausalLMLoss(model, family, loss)
 
 
 def _choose_attention(
@@ -100,11 +107,26 @@ def _choose_attention(
     varlen: bool,
     deterministic: bool,
 ) -> str:
-    if not varlen and requested == "auto":
+    if not varlen and requested == "auto" and not _limits_attention(config):
         return "sdpa"
     return choose_attention(
-        requested, device=device, dtype=dtype, head_dim=_head_dim(config), deterministic=deterministic
+        requested,
+        device=device,
+        dtype=dtype,
+        head_dim=_head_dim(config),
+        deterministic=deterministic,
+        softcap=_softcaps_attention(config),
     )
+
+
+def _softcaps_attention(config: Any) -> bool:
+    return getattr(config, "attn_logit_softcapping", None) is not None
+
+
+def _limits_attention(config: Any) -> bool:
+    """Tell whether attention may have a window or a soft cap, which torch's own does not know."""
+    windows = (getattr(config, name, None) for name in ("sliding_window", "window_size", "attn"))
+    return _softcaps_attention(config) or any(window is not None for window in windows)
 
 
 def _head_dim(config: Any) -> int:
@@ -113,10 +135,10 @@ def _head_dim(config: Any) -> int:
     return getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else 0)
 
 
-def _described(config: PretrainedConfig, family: Family, attention: str) -> str:
+def _described(config: PretrainedConfig, family: Family, attention: str, loss: str) -> str:
     if family is GENERIC:
         return (
             f"model: {config.model_type}, by the generic path: its own logits and attention, plain cross entropy "
             "(all logits in memory)"
         )
-    return f"model: {config.model_type}; attention: {attention}; loss: linear cross entropy, chunked"
+    return f"model: {config.model_type}; attention: {attention}; loss: linear cross entropy, chunked, {loss}"

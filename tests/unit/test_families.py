@@ -63,9 +63,7 @@ def test_an_encoder_is_refused() -> None:
     ("model_type", "options", "reason"),
     [
         ("llama", {"attention_dropout": 0.1}, "attention_dropout is 0.1"),
-        ("mistral", {"sliding_window": 4096}, "sliding window"),
-        ("qwen3", {"use_sliding_window": True, "max_window_layers": 0, "sliding_window": 8}, "sliding window"),
-        ("transformer", {"window_size": 8}, "window_size"),
+        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ("transformer", {"attnres_block_size": 2}, "attnres_block_size"),
         ("transformer", {"hidden_act": "powlu"}, "only swish"),
         ("rwkv7", {"use_l2warp": True}, "use_l2warp"),

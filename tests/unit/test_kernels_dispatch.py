@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
 
 from flame.errors import UsageError
 from flame.kernels import dispatch
-from flame.kernels.dispatch import ATTENTION, choose_attention
+from flame.kernels.dispatch import ATTENTION, choose_attention, choose_loss
 
 CPU = torch.device("cpu")
 
@@ -28,7 +29,7 @@ def test_one_that_cannot_run_here_is_an_error_with_the_reason() -> None:
 
 
 def test_an_unknown_one_names_those_that_exist() -> None:
-    with pytest.raises(UsageError, match=r"got flash; expected auto, torch_varlen, sdpa"):
+    with pytest.raises(UsageError, match=r"got flash; expected auto, fa4, torch_varlen, sdpa"):
         choose("flash")
 
 
@@ -53,9 +54,49 @@ def test_torch_varlen_says_what_it_needs(
     assert refusal is not None and reason in refusal
 
 
-def test_torch_varlen_is_first_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_varlen_is_first_on_a_gpu_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(dispatch, "_installed", lambda module: False)
     gpu = torch.device("cuda")
     assert (
         choose_attention("auto", device=gpu, dtype=torch.bfloat16, head_dim=64, deterministic=False) == "torch_varlen"
     )
+
+
+def test_fa4_is_first_where_it_is_installed_and_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def on(capability: int, **options: Any) -> str:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
+        needs = {"device": torch.device("cuda"), "dtype": torch.bfloat16, "head_dim": 64, "deterministic": False}
+        return choose_attention(options.pop("requested", "auto"), **{**needs, **options})
+
+    with pytest.raises(UsageError, match=r"fa4 cannot be used here: it needs the package flash-attn-4"):
+        on(9, requested="fa4")
+    monkeypatch.setattr(dispatch, "_installed", lambda module: True)
+    assert on(9) == on(9, softcap=True) == "fa4"
+    assert on(8) == on(10) == "torch_varlen"
+    assert on(9, deterministic=True) == "torch_varlen"
+    with pytest.raises(UsageError, match=r"fa4 cannot be used here: it is used on GPUs of compute capability 9.0"):
+        on(10, requested="fa4")
+
+
+def test_soft_caps_need_what_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(dispatch, "_installed", lambda module: False)
+    options = {"device": torch.device("cuda"), "dtype": torch.bfloat16, "head_dim": 64, "deterministic": False}
+    assert choose_attention("auto", softcap=True, **options) == "sdpa"
+    with pytest.raises(UsageError, match=r"torch_varlen cannot be used here: it cannot cap attention scores"):
+        choose_attention("torch_varlen", softcap=True, **options)
+
+
+def test_the_loss_is_chosen_too() -> None:
+    assert choose_loss("auto", device=CPU, dtype=torch.float32) == "torch"
+    assert choose_loss("auto", device=torch.device("cuda"), dtype=torch.bfloat16) == "triton"
+    assert choose_loss("auto", device=torch.device("cuda"), dtype=torch.float64) == "torch"
+    with pytest.raises(
+        UsageError, match=r"linear cross entropy implementation triton cannot be used here: it needs a C"
+    ):
+        choose_loss("triton", device=CPU, dtype=torch.float32)
+    with pytest.raises(
+        UsageError, match=r"no such implementation of linear cross entropy \(got liger; expected auto, tr"
+    ):
+        choose_loss("liger", device=CPU, dtype=torch.float32)

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,7 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flame.kernels import reference
-from flame.kernels.linear_cross_entropy import linear_cross_entropy
+from flame.kernels.linear_cross_entropy import chunked_losses, linear_cross_entropy
+from flame.kernels.loss_rows import LossTerms, RowStatistics, row_statistics, torch_losses
 
 SMALLEST_CHUNK = 1  # bytes: a chunk is never less than 128 tokens
 
@@ -134,6 +140,127 @@ def test_memory_is_bounded_by_the_chunk() -> None:
             return out
 
     hidden, weight, labels, _ = make_inputs(4096, width=4, vocabulary=1000, dtype=torch.float32)
-    with Record():
-        linear_cross_entropy(hidden, weight, labels, chunk_bytes=4 * 1000 * 256).loss_sum.backward()
+    with Record(), torch.no_grad():
+        chunked_losses(hidden, weight, None, labels, LossTerms(), torch_losses, 256, [True, True, False])
     assert max(sizes) == 256 * 1000
+
+
+TERMS = st.fixed_dictionaries(
+    {
+        "softcap": st.sampled_from([None, 0.5, 3.0]),
+        "z_loss": st.sampled_from([0.0, 0.01]),
+        "label_smoothing": st.sampled_from([0.0, 0.1]),
+    }
+)
+
+
+@settings(max_examples=25)
+@given(terms=TERMS, num_tokens=st.integers(1, 300), vocabulary=st.integers(2, 40))
+def test_terms_of_the_loss_equal_the_reference(terms: dict[str, Any], num_tokens: int, vocabulary: int) -> None:
+    hidden, weight, labels, bias = make_inputs(num_tokens, vocabulary=vocabulary)
+    results = []
+    for function, options in (
+        (linear_cross_entropy, {"chunk_bytes": SMALLEST_CHUNK}),
+        (reference.linear_cross_entropy, {}),
+    ):
+        loss, _, losses = function(hidden, weight, labels, bias, **terms, **options)
+        results.append((loss, losses, *torch.autograd.grad(loss, (hidden, weight, bias))))
+    torch.testing.assert_close(*results, rtol=1e-11, atol=1e-11)
+
+
+def test_losses_of_tokens_add_up_to_the_sum_whatever_its_terms() -> None:
+    hidden, weight, labels, _ = make_inputs(300)
+    loss, _, losses = linear_cross_entropy(hidden, weight, labels, softcap=2.0, z_loss=0.1, label_smoothing=0.2)
+    torch.testing.assert_close(losses.sum(), loss)
+    assert not losses[labels == -100].any()
+
+
+def test_statistics_of_parts_of_a_vocabulary_join_to_those_of_all() -> None:
+    """What ranks would do that hold a part of the vocabulary each: join four numbers a row between the two halves."""
+    torch.manual_seed(0)
+    terms = LossTerms(softcap=2.0, z_loss=0.01, label_smoothing=0.1)
+    logits, labels = torch.randn(9, 12, dtype=torch.float64), torch.arange(9)
+    whole = row_statistics(logits, labels, terms)
+    parts = []
+    for start in (0, 6):
+        inside = (labels >= start) & (labels < start + 6)
+        part = row_statistics(logits[:, start : start + 6].clone(), (labels - start).where(inside, 0), terms)
+        parts.append(part._replace(target=part.target * inside))
+    largest = torch.maximum(parts[0].largest, parts[1].largest)
+    joined = RowStatistics(
+        largest,
+        sum(part.exp_sum * (part.largest - largest).exp() for part in parts),
+        sum(part.target for part in parts),
+        sum(part.total for part in parts),
+    )
+    torch.testing.assert_close(tuple(joined), tuple(whole))
+
+
+def test_a_compiled_caller_holds_it_in_its_graph() -> None:
+    hidden, weight, labels, _ = make_inputs(300, dtype=torch.float32)
+
+    def loss_of(hidden: Tensor, weight: Tensor) -> Tensor:
+        parts = linear_cross_entropy(hidden * 2, weight, labels, z_loss=0.01, chunk_bytes=SMALLEST_CHUNK)
+        return parts.loss_sum / parts.num_labels
+
+    compiled = torch.compile(loss_of, fullgraph=True, backend="aot_eager")
+    for ours, expected in zip(
+        torch.autograd.grad(compiled(hidden, weight), (hidden, weight)),
+        torch.autograd.grad(loss_of(hidden, weight), (hidden, weight)),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, expected)
+
+
+def test_there_is_no_second_gradient_and_none_of_a_tokens_loss() -> None:
+    hidden, weight, labels, _ = make_inputs(150)
+    loss, _, losses = linear_cross_entropy(hidden, weight, labels)
+    assert not losses.requires_grad
+    with pytest.raises(RuntimeError, match="support automatic differentiation"):
+        torch.autograd.grad(loss, hidden, create_graph=True)
+
+
+IN_INTERPRETER = """
+import torch
+from flame.kernels import loss_rows_triton
+from flame.kernels.linear_cross_entropy import chunked_losses, linear_cross_entropy
+from flame.kernels.loss_rows import LossTerms, RowStatistics, row_statistics, torch_losses
+from flame.kernels.loss_rows import LossTerms, torch_losses
+from flame.kernels.loss_rows_triton import triton_losses
+
+loss_rows_triton._LANES_A_WARP = 1  # so that short rows have several tiles
+torch.manual_seed(0)
+TERMS = [LossTerms(), LossTerms(softcap=2.0, z_loss=0.01, label_smoothing=0.1, ignore_index=5), LossTerms(softcap=1.0)]
+for vocabulary, dtype, terms, with_gradients in (
+    *((vocabulary, torch.float32, terms, True) for vocabulary in (2, 64, 150) for terms in TERMS),
+    (150, torch.bfloat16, TERMS[1], True),
+    (150, torch.float32, TERMS[1], False),
+):
+    logits = (3 * torch.randn(3, vocabulary)).to(dtype)
+    labels = torch.tensor([0, terms.ignore_index, vocabulary - 1])
+    expected, exact = logits.double(), torch.empty(3, dtype=torch.float64)
+    losses = torch.full((3,), 9.0)
+    torch_losses(expected, labels, exact, terms=terms, with_gradients=with_gradients)
+    triton_losses(logits, labels, losses, terms=terms, with_gradients=with_gradients)
+    torch.testing.assert_close(losses.double(), exact, rtol=1e-5, atol=1e-5)
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(logits.double(), expected, rtol=tolerance, atol=tolerance)
+losses = torch.empty(2)
+triton_losses(torch.randn(2, 7), torch.tensor([7, -1]), losses, terms=LossTerms(), with_gradients=False)
+assert losses.isnan().all(), "a label outside the vocabulary is no loss"
+
+hidden, weight = torch.randn(5, 8, requires_grad=True), torch.randn(30, 8, requires_grad=True)
+labels = torch.randint(0, 30, (5,), dtype=torch.int32)
+results = []
+for implementation in ("triton", "torch"):
+    loss, _, losses = linear_cross_entropy(hidden, weight, labels, chunk_bytes=1, implementation=implementation)
+    results.append((loss, losses, *torch.autograd.grad(loss, (hidden, weight))))
+torch.testing.assert_close(*results, rtol=1e-5, atol=1e-4)
+"""
+
+
+def test_the_triton_kernel_in_its_interpreter_equals_plain_torch() -> None:
+    pytest.importorskip("triton")
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    result = subprocess.run([sys.executable, "-c", IN_INTERPRETER], env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr

@@ -108,7 +108,7 @@ def test_changing_one_document_leaves_the_others_bitwise(model_type: str) -> Non
         embedded: list[Tensor] = []
         hook = embedding.register_forward_hook(lambda *args, kept=embedded: kept.append(args[-1]))
         hidden = last_hidden(module, batch)
-        loss, _ = module(**batch)
+        loss, *_ = module(**batch)
         hook.remove()
         (gradient,) = torch.autograd.grad(loss, embedded[-1])
         results.append((hidden, gradient[0]))
@@ -123,7 +123,7 @@ def test_changing_one_document_leaves_the_others_bitwise(model_type: str) -> Non
 def test_the_loss_is_a_sum_over_labels(model_type: str) -> None:
     module = build(make_config(model_type))
     batch = packed_batch()
-    loss, num_labels = module(**batch)
+    loss, num_labels, _ = module(**batch)
     logits = last_hidden(module, batch) @ module.model.lm_head.weight.T
     expected = torch.nn.functional.cross_entropy(logits, batch["labels"][0].long(), reduction="sum")
     torch.testing.assert_close(loss, expected)
@@ -147,7 +147,7 @@ def test_attention_gets_padded_offsets_and_linear_attention_exact_ones(model_typ
 def test_batches_at_the_edge_train(lengths: list[int]) -> None:
     """One-token documents only, one document, a one-token document beside a long one: finite losses and gradients."""
     module = build(make_config("llama"))
-    loss, num_labels = module(**packed_batch(lengths))
+    loss, num_labels, _ = module(**packed_batch(lengths))
     loss.backward()
     assert int(num_labels) == sum(lengths) - len(lengths)
     assert torch.isfinite(loss) and (loss == 0) == (int(num_labels) == 0)
