@@ -16,7 +16,7 @@ from flame.errors import UsageError
 from flame.train import loggers
 from flame.train.config import flatten, parse_train_config
 from flame.train.log import log
-from flame.train.loggers import LOGGERS, LoggedRun, numbers, open_loggers, refuse_absent_loggers
+from flame.train.loggers import LOGGERS, LoggedRun, LoggerThread, numbers, open_loggers, refuse_absent_loggers
 from flame.train.options import MetricsOptions
 from tests.tiny_states import file_size_limit
 
@@ -212,10 +212,18 @@ def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], StandIn
 
 @pytest.mark.parametrize(("call", "lost"), [("init", 5), ("log", 4), ("finish", 0)])
 def test_a_logger_that_hangs_holds_up_nothing_and_what_is_lost_is_told(
-    tmp_path: Path, hanging: Callable[[str], StandIn], warnings: pytest.LogCaptureFixture, call: str, lost: int
+    tmp_path: Path,
+    hanging: Callable[[str], StandIn],
+    monkeypatch: pytest.MonkeyPatch,
+    warnings: pytest.LogCaptureFixture,
+    call: str,
+    lost: int,
 ) -> None:
     hanging(call)
     pytest.importorskip("tensorboard")
+    waits: list[float] = []
+    wait = LoggerThread.wait
+    monkeypatch.setattr(LoggerThread, "wait", lambda self, seconds: (waits.append(seconds), wait(self, seconds))[1])
     with open_loggers(logged(tmp_path, "wandb", "tensorboard")) as write:
         for step in range(1, 6):
             write(LINE | {"step": step})
@@ -223,6 +231,7 @@ def test_a_logger_that_hangs_holds_up_nothing_and_what_is_lost_is_told(
         f"wandb has not ended in time and is left to itself: {lost} logged steps are lost"
     ]  # tensorboard has, though it is asked last
     assert list((tmp_path / "tb").iterdir())
+    assert len(waits) == 2 and 0 <= min(waits) <= max(waits) <= 0.2  # all loggers together
 
 
 def test_a_logger_that_is_far_behind_drops_and_counts(
