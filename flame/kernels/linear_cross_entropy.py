@@ -169,6 +169,15 @@ def _(
     return losses_T.new_empty(()), losses_T, *gradients
 
 
+OPERATOR = torch.ops.flame.linear_cross_entropy.default
+
+
+def scratch_bytes(hidden_TD: Tensor, weight_VD: Tensor, *others: Any) -> int:
+    """Return what the operator, called with these arguments, takes beside its results: a chunk's logits."""
+    chunk: int = others[-2]
+    return min(chunk, hidden_TD.shape[0]) * weight_VD.shape[0] * hidden_TD.element_size()
+
+
 def _keep_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*output[2:])

@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from flame.kernels.linear_cross_entropy import OPERATOR, scratch_bytes
 from flame.train.activations import checkpoint_blocks
 from flame.train.log import log
 from flame.train.model import CausalLMLoss
@@ -162,6 +163,8 @@ class LiveBytes(TorchDispatchMode):
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
                 self._count(leaf.untyped_storage())
+        if operation is OPERATOR:
+            self.peak = max(self.peak, self.now + scratch_bytes(*args))
         return result
 
     def _count(self, storage: torch.UntypedStorage) -> None:
