@@ -170,7 +170,7 @@ def test_any_other_model_takes_its_own_logits_and_says_so(caplog: pytest.LogCapt
         module = build(config, varlen=False)
     assert "gpt2, by the generic path" in caplog.text
     batch = packed_batch([24])
-    loss, num_labels = module(batch["input_ids"], batch["labels"], batch["positions"])
+    loss, num_labels, _ = module(batch["input_ids"], batch["labels"], batch["positions"])
     logits = module.model(input_ids=batch["input_ids"].long()).logits[0]
     expected = torch.nn.functional.cross_entropy(logits, batch["labels"][0].long(), reduction="sum")
     torch.testing.assert_close(loss, expected)
