@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -39,38 +40,36 @@ class Tokenized:
             docs=None if self.docs is None else self.docs.slice(start, stop - start),
         )
 
+    def split(self) -> list[NDArray[np.uint32]]:
+        """Return each document's tokens, without a copy."""
+        ends = np.cumsum(self.lengths)
+        starts = ends - self.lengths
+        return [self.tokens[start:end] for start, end in zip(starts.tolist(), ends.tolist(), strict=True)]
+
     def take(self, order: NDArray[np.int64]) -> Tokenized:
         """Return the documents in `order`, a list of their numbers."""
-        lengths = self.lengths[order]
-        starts = (np.cumsum(self.lengths) - self.lengths)[order]
-        return Tokenized(
-            tokens=_gather(self.tokens, starts, lengths),
-            lengths=lengths,
-            num_bytes=self.num_bytes[order],
-            docs=None if self.docs is None else self.docs.take(pa.array(order)),
-        )
+        return take([self], order)
 
 
-def _gather(tokens: NDArray[np.uint32], starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.uint32]:
-    """Return the stretches of `tokens` one behind the other: copied one by one where they are long, by index else."""
-    total = int(lengths.sum())
-    if total > LONG_DOCUMENT_TOKENS * len(lengths):
-        return np.concatenate(
-            [tokens[start : start + n] for start, n in zip(starts.tolist(), lengths.tolist(), strict=True)]
-        )
-    index = np.repeat(starts - (np.cumsum(lengths) - lengths), lengths)
-    index += np.arange(total)
-    return tokens[index]
-
-
-def concatenate(parts: list[Tokenized]) -> Tokenized:
-    """Return the documents of all parts, in order."""
+def take(parts: list[Tokenized], order: NDArray[np.int64]) -> Tokenized:
+    """Return documents of all parts, counted through them, in `order`, a list of their numbers."""
+    lengths = _joined([part.lengths for part in parts])
+    ends, chosen = np.cumsum(lengths), lengths[order]
+    if int(chosen.sum()) > LONG_DOCUMENT_TOKENS * len(order):  # copied one by one
+        documents = [document for part in parts for document in part.split()]
+        tokens = _joined([documents[index] for index in order.tolist()])
+    else:  # token by token
+        index = np.repeat((ends - lengths)[order] - (np.cumsum(chosen) - chosen), chosen)
+        index += np.arange(len(index))
+        tokens = _joined([part.tokens for part in parts])[index]
+    docs = None if parts[0].docs is None else pa.concat_tables([part.docs for part in parts]).take(pa.array(order))
     return Tokenized(
-        tokens=np.concatenate([part.tokens for part in parts]),
-        lengths=np.concatenate([part.lengths for part in parts]),
-        num_bytes=np.concatenate([part.num_bytes for part in parts]),
-        docs=None if parts[0].docs is None else pa.concat_tables([part.docs for part in parts]),
+        tokens=tokens, lengths=chosen, num_bytes=_joined([part.num_bytes for part in parts])[order], docs=docs
     )
+
+
+def _joined(arrays: list[NDArray[Any]]) -> NDArray[Any]:
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
 class BlockShuffler:
@@ -102,9 +101,10 @@ class BlockShuffler:
     def flush(self) -> None:
         """Write the block as it stands."""
         if self._parts:
-            block = concatenate(self._parts)
+            order = random_order(f"{self._key}|{self._num_blocks}", sum(map(len, self._parts)))
+            block = take(self._parts, order)
             self._parts, self._num_tokens = [], 0
-            write(self._writer, block.take(random_order(f"{self._key}|{self._num_blocks}", len(block))))
+            write(self._writer, block)
             self._num_blocks += 1
 
 

@@ -91,14 +91,14 @@ class Screen:
 
     def _positions(self, data: NDArray[np.uint8]) -> NDArray[np.int64]:
         screened, pairs, leads = self._tables
-        words = data[: len(data) // 8 * 8].view("<u8") & _HIGH_BITS
-        index = np.flatnonzero(words)
+        words = data[: len(data) // 8 * 8].view("<u8")
+        index = np.flatnonzero((words & _HIGH_BITS) != 0)
         if 4 * len(index) > len(words):
             at = np.flatnonzero(leads[data])
         else:
-            at = (8 * index[:, None] + np.arange(8)).ravel()
-            at = np.concatenate([at, np.arange(8 * len(words), len(data))])
-            at = at[leads[data[at]]]
+            suspects = np.flatnonzero(leads[data[: 8 * len(words)].reshape(-1, 8)[index]])
+            rest = np.arange(8 * len(words), len(data))
+            at = np.concatenate([8 * index[suspects >> 3] + (suspects & 7), rest[leads[data[rest]]]])
         # A text is valid UTF-8, so that a first byte is followed by as many as it says, and by two in any case but one.
         one, two = data[at].astype(np.int64), data[at + 1].astype(np.int64)
         keep = pairs[one << 8 | two]

@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flame.errors import TokenizerError
+from flame.preprocess.tokenizer import RENEW
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -34,8 +35,10 @@ Encode = Callable[["pa.LargeStringArray"], Ids]
 REFERENCE = "hf"
 REFERENCE_BATCH_BYTES = 2**19
 FAST_BATCH_BYTES = 2**22
-# A fast engine remembers every word that it meets; one that has grown by this much is loaded afresh.
-CACHE_BYTES = 2**27
+# A fast engine remembers every word that it meets. A process that has grown by the first gives back what it has freed;
+# where more than the second is left, the engine is loaded afresh.
+GROWTH_BYTES = 88 * 2**20
+CACHE_BYTES = 72 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +73,7 @@ def load_hf(tokenizer_json: bytes, parse_special: bool) -> Encode:
     try:
         tokenizer = Tokenizer.from_buffer(tokenizer_json)
     except Exception as error:  # `tokenizers` raises bare Exception for a file that it cannot use
-        raise TokenizerError("`tokenizers` cannot load the tokenizer.json", got=str(error)) from error
+        raise TokenizerError("`tokenizers` cannot load the tokenizer.json", got=str(error), fix=RENEW) from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = not parse_special
@@ -94,18 +97,12 @@ def load_gigatoken(tokenizer_json: bytes, parse_special: bool) -> Encode:
     Cost: 70 to 200 MB of text a second with byte-level BPE, 25 with SentencePiece's; half a second to load. No thread.
     """
     import awkward as ak
+    import pyarrow as pa
     from gigatoken import Tokenizer
 
     from flame.preprocess.texts import text_data, text_offsets
 
     content = json_for_fast_engines(tokenizer_json, parse_special)
-
-    def load() -> Any:
-        tokenizer = Tokenizer.from_json(content)
-        tokenizer.encode_batch([b"a"], parallel=False)  # what is built at the first call is shared by forks
-        return tokenizer
-
-    tokenizer = Recycled(load)
 
     def encode(texts: pa.LargeStringArray) -> Ids:
         data = np.frombuffer(text_data(texts), dtype=np.uint8)
@@ -118,6 +115,8 @@ def load_gigatoken(tokenizer_json: bytes, parse_special: bool) -> Encode:
         offsets = np.asarray(found.offsets.data)
         return np.asarray(found.content.data)[int(offsets[0]) : int(offsets[-1])], np.diff(offsets)
 
+    tokenizer = Recycled(lambda: Tokenizer.from_json(content))
+    encode(pa.array(["a"], pa.large_string()))  # what is built and imported at the first call is shared by forks
     return encode
 
 
@@ -156,11 +155,13 @@ class Recycled:
     def get(self) -> Any:
         if self._process != os.getpid():  # what a fork has touched of its parent's memory is no growth
             self._process, self._baseline = os.getpid(), resident_bytes()
-        elif resident_bytes() - self._baseline > CACHE_BYTES:
-            self._tokenizer = None
+        elif resident_bytes() - self._baseline > GROWTH_BYTES:
             give_memory_back()
-            self._tokenizer = self._load()
-            self._baseline = resident_bytes()
+            if resident_bytes() - self._baseline > CACHE_BYTES:
+                self._tokenizer = None
+                give_memory_back()
+                self._tokenizer = self._load()
+                self._baseline = resident_bytes()
         return self._tokenizer
 
 

@@ -28,21 +28,22 @@ from flame.errors import FlameError
 from flame.files import file_lock
 from flame.preprocess.engine_check import Encoder, load_encoder
 from flame.preprocess.engine_screen import Screen
+from flame.preprocess.engines import give_memory_back
 from flame.preprocess.forks import die_with_parent, in_a_fork
 
 if TYPE_CHECKING:
     from flame.preprocess.plan import Task
     from flame.preprocess.reports import Progress
 
-# One thread a process: the processes are the parallelism, and a fork must find no other thread (Arrow's allocator would
-# start one when it is imported).
+# One thread a process: the processes are the parallelism, and a fork must find no other thread (which other allocators
+# of Arrow's would start when it is imported).
 ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
     "RAYON_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
-    "JE_ARROW_MALLOC_CONF": "background_thread:false",
+    "ARROW_DEFAULT_MEMORY_POOL": "system",  # so that what Arrow frees can be given back
 }
 
 
@@ -183,6 +184,8 @@ def main() -> None:
         tool, loaded = request.load()
         gc.freeze()  # collections in the workers would copy the pages that they share
         gc.enable()
+        del request  # the tokenizer's JSON: 11 MB of it
+        give_memory_back()
         control.send(loaded)
         start: Start = control.recv()
     except EOFError:
@@ -270,4 +273,5 @@ def failure_of(error: BaseException) -> Failure:
     if isinstance(error, FlameError):
         return Failure(error=error, traceback=None)
     detail = " ".join(f"{type(error).__name__}: {error}".split())
-    return Failure(error=FlameError("a worker failed", got=detail), traceback=traceback.format_exc())
+    again = "Run it again with --debug for the traceback: finished tasks are kept"
+    return Failure(error=FlameError("a worker failed", got=detail, fix=again), traceback=traceback.format_exc())

@@ -130,13 +130,21 @@ def test_two_megabytes_without_a_space_among_others(tiny_tokenizer: Path, engine
     assert unequal(load(engine, content)(array(texts)), load("hf", content)(array(texts))).tolist() == []
 
 
-def test_an_engine_that_has_grown_is_loaded_afresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = iter([10, 12, 20, 12, 13])
-    monkeypatch.setattr("flame.preprocess.engines.resident_bytes", lambda: next(sizes))
+def test_an_engine_that_has_grown_is_loaded_afresh_unless_giving_back_was_enough(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sizes: list[int] = []
+    given_back: list[int] = []
+    monkeypatch.setattr("flame.preprocess.engines.resident_bytes", lambda: sizes.pop(0))
+    monkeypatch.setattr("flame.preprocess.engines.give_memory_back", lambda: given_back.append(1))
+    monkeypatch.setattr("flame.preprocess.engines.GROWTH_BYTES", 7)
     monkeypatch.setattr("flame.preprocess.engines.CACHE_BYTES", 5)
-    loads = iter("abc")
+    loads = iter("ab")
+    sizes[:] = [10]  # the baseline
     recycled = Recycled(lambda: next(loads))
-    assert [recycled.get(), recycled.get(), recycled.get()] == ["a", "b", "b"]
+    for found, expected, times in (([17], "a", 0), ([18, 15], "a", 1), ([18, 16, 12], "b", 3), ([19], "b", 3)):
+        sizes[:] = found
+        assert recycled.get() == expected and len(given_back) == times and not sizes
 
 
 @given(st.lists(st.text(max_size=9), max_size=20), st.integers(1, 30))
