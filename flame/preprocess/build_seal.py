@@ -118,7 +118,12 @@ def finished_receipts(corpus: Path, plan: Plan) -> dict[int, dict[str, Any]]:
     receipts = read_receipts(corpus, plan.digest)
     lacking = [task for task in range(plan.num_tasks) if task not in receipts]
     if lacking:
-        raise CorpusError("finished tasks lost their files", where=corpus, got=f"tasks {stretches(lacking)}")
+        raise CorpusError(
+            "finished tasks lost their files",
+            where=corpus,
+            got=f"tasks {stretches(lacking)}",
+            fix="Run the same command again: these tasks are run again",
+        )
     return receipts
 
 

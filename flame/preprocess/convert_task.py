@@ -23,6 +23,7 @@ from flame.preprocess.task_output import TaskOutput, provenance_table, write_rec
 from flame.preprocess.task_settings import TaskSettings
 from flame.preprocess.texts import Documents, make_documents
 from flame.preprocess.tokenize import add_ends
+from flame.preprocess.tokenizer import RENEW
 from flame.preprocess.workers import Loaded
 from flame.shards.tokenizer import text_can_give
 
@@ -67,7 +68,7 @@ class DecodeRequest:
         try:
             tokenizer = Tokenizer.from_buffer(self.tokenizer_json)
         except Exception as error:  # `tokenizers` raises nothing narrower
-            raise TokenizerError("`tokenizers` cannot load the tokenizer.json", got=str(error)) from error
+            raise TokenizerError("`tokenizers` cannot load the tokenizer.json", got=str(error), fix=RENEW) from error
         tokenizer.encode_special_tokens = not self.parse_special
         decoder = Decoder(tokenizer, eos_id=self.eos_id, bos_id=self.bos_id, parse_special=self.parse_special)
         return decoder, Loaded()

@@ -121,7 +121,12 @@ def _described(dataset: str, urls: Sequence[str]) -> list[tuple[str, FileState]]
             states[file.path] = FileState(size_bytes=file.size, mtime_ns=0, etag=etag)
     absent = [path for path in paths if path not in states]
     if absent:
-        raise InputError("the hub does not tell of a file of the dataset", where=dataset, got=absent[0])
+        raise InputError(
+            "the hub lists a file of the dataset, and says nothing of its size",
+            where=dataset,
+            got=absent[0],
+            fix="Try again later, or name a local copy: hf download --repo-type dataset",
+        )
     return [(url, states[path]) for url, path in zip(urls, paths, strict=True)]
 
 

@@ -116,7 +116,10 @@ def _refuse_twice(files: Sequence[FoundFile]) -> None:
         real = file.path if is_remote(file.path) else os.path.realpath(file.path)
         if real in seen:
             raise UsageError(
-                "the same file is named twice", got=f"{seen[real]} and {file.path}", expected="each file once"
+                "the same file is named twice",
+                got=f"{seen[real]} and {file.path}",
+                expected="each file once",
+                fix="Name it once: the corpus would hold its texts twice",
             )
         seen[real] = file.path
 
@@ -278,7 +281,12 @@ def _some(paths: Sequence[str]) -> str:
 
 
 def _unreadable(error: OSError) -> None:
-    raise UsageError("a folder cannot be read", where=error.filename, got=error.strerror) from error
+    raise UsageError(
+        "a folder cannot be read",
+        where=error.filename,
+        got=error.strerror,
+        fix="Get the right to read it, or name what to read by a pattern",
+    ) from error
 
 
 def _known(name: str) -> bool:

@@ -15,6 +15,7 @@ from flame.errors import InputError
 
 STATE = "state.json"
 SPLITS = "dataset_dict.json"
+COPY_AGAIN = "Copy the whole folder again, or save the dataset again"
 SAVED_NOTES = (STATE, "dataset_info.json")
 
 
@@ -58,10 +59,12 @@ def saved_files(folder: Path) -> list[str] | None:
     try:
         paths = [os.path.normpath(folder / entry["filename"]) for entry in state["_data_files"]]
     except (KeyError, TypeError) as error:
-        raise InputError("the saved dataset does not name its files", where=folder / STATE, got=repr(error)) from error
+        raise InputError(
+            "the saved dataset does not name its files", where=folder / STATE, got=repr(error), fix=COPY_AGAIN
+        ) from error
     for path in paths:
         if not Path(path).is_file():
-            raise InputError("a file of the saved dataset is absent", where=path, fix="Copy the whole folder again")
+            raise InputError("a file of the saved dataset is absent", where=path, fix=COPY_AGAIN)
     return paths
 
 
@@ -69,5 +72,5 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_bytes())
     except ValueError as error:
-        raise InputError(f"a file of the saved dataset is no JSON: {error}", where=path) from error
+        raise InputError(f"a file of the saved dataset is no JSON: {error}", where=path, fix=COPY_AGAIN) from error
     return value if isinstance(value, dict) else {}

@@ -65,7 +65,10 @@ def tokenized(
             raise RedoError(f"{encoder.name} erred on {hand}: {error.what}") from error
         except Exception as error:
             raise TokenizerError(
-                "the tokenizer failed on a document", where=hand, got=f"{type(error).__name__}: {error}"
+                "the tokenizer failed on a document",
+                where=hand,
+                got=f"{type(error).__name__}: {error}",
+                fix="Mend or remove the document; if memory ran out, use fewer --num_workers",
             ) from error
         for crash in crashes:
             row = int(rows[crash.document])

@@ -26,6 +26,7 @@ from flame.preprocess.user_cache import keep, read_kept, user_cache
 from flame.shards.fingerprint import tokenizer_fingerprint
 from flame.shards.manifest import TokenizerInfo
 
+RENEW = "Fetch or save the tokenizer again; if it is a new one, upgrade: pip install -U tokenizers"
 KEPT_VERSION = 1  # of what the user's cache keeps of a tokenizer; raised when another answer would be found
 TOKENIZER_JSON = "tokenizer.json"
 CONFIG = "tokenizer_config.json"
@@ -120,6 +121,7 @@ def _settle(
             where=json_path,
             got=repr(error),
             expected="a tokenizer.json of `tokenizers`",
+            fix=RENEW,
         ) from error
     if tokenizer["model"].get("dropout"):
         raise TokenizerError(
@@ -187,7 +189,11 @@ def _read_config(folder: Path | None) -> dict[str, Any]:
             try:
                 config |= {key: value for key, value in json.loads(path.read_bytes()).items() if value is not None}
             except (ValueError, AttributeError) as error:
-                raise TokenizerError(f"a file of the tokenizer is no JSON object: {error}", where=path) from error
+                raise TokenizerError(
+                    f"a file of the tokenizer is no JSON object: {error}",
+                    where=path,
+                    fix=RENEW,
+                ) from error
     return config
 
 

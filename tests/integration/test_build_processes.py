@@ -210,7 +210,7 @@ def test_a_full_disk_is_told_and_the_build_ends_well_once_there_is_room(work: Pa
     told = result.stderr.splitlines()[-1]
     said = re.fullmatch(
         rf"flame-preprocess: no space left on the device \(in {output}\S*; got ([0-9,]+) bytes free; expected about "
-        r"([0-9,]+) bytes for the ([0-9]+) tasks that are left\)\. Free space or choose another disk, then run the "
+        r"([0-9,]+) bytes for what is left, ([0-9]+) tasks\)\. Free space or choose another disk, then run the "
         r"same command again: what is complete is kept\.",
         told,
     )

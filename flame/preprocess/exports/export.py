@@ -37,7 +37,9 @@ def export(options: ConvertOptions) -> int:
     corpus = Corpus.open(options.corpus)
     split = corpus.split(options.split)
     if not split.num_documents:
-        raise CorpusError("the split has no documents", where=options.corpus, got=f"--split {split.name}")
+        raise CorpusError(
+            "the split has no documents", where=options.corpus, got=f"--split {split.name}", fix="Name another split"
+        )
     dtype = choose_dtype(form, options, split)
     if options.output.is_dir():
         raise UsageError(

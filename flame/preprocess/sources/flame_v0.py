@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from flame.errors import InputError, UsageError
 from flame.preprocess.plan import InputFile, Piece
 from flame.preprocess.readers.columns import Columns
+from flame.preprocess.saved import COPY_AGAIN
 from flame.preprocess.sources.rows import TokenRows
 
 FORMAT = "flame-v0"
@@ -44,9 +45,11 @@ def find_files(folder: Path, split: str | None, keep_columns: Sequence[str]) -> 
     try:
         paths = [saved / entry["filename"] for entry in state["_data_files"]]
     except (KeyError, TypeError) as error:
-        raise InputError("the data set does not name its files", where=saved / STATE, got=repr(error)) from error
+        raise InputError(
+            "the data set does not name its files", where=saved / STATE, got=repr(error), fix=COPY_AGAIN
+        ) from error
     if not paths:
-        raise InputError("the saved data set has no rows", where=saved)
+        raise InputError("the saved data set has no rows", where=saved, fix="Check the path in --input")
     first = _open(paths[0]).schema
     columns = Columns(text=IDS, kept=_kept_schema(first, keep_columns, paths[0]))
     return tuple(_describe(path, columns) for path in paths), columns
@@ -95,9 +98,9 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_bytes())
     except ValueError as error:
-        raise InputError(f"a file of the data set is no JSON: {error}", where=path) from error
+        raise InputError(f"a file of the data set is no JSON: {error}", where=path, fix=COPY_AGAIN) from error
     if not isinstance(value, dict):
-        raise InputError("a file of the data set is no JSON object", where=path)
+        raise InputError("a file of the data set is no JSON object", where=path, fix=COPY_AGAIN)
     return value
 
 
