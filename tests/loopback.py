@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import threading
@@ -17,14 +18,17 @@ class FileServer:
     """Serves the files of a folder while it is entered; `url` is its address.
 
     `failures` are GET requests of a path still to be answered by 503, `cuts` those still to be cut in the middle of
-    the body. `requests` are (method, path, Range) of all that was asked.
+    the body; `denied` is a status that answers everything. `requests` are (method, path, Range) of all that was asked.
     """
+
+    scheme = "http"  # of the addresses that it serves
 
     def __init__(self, folder: Path, *, ranges: bool = True) -> None:
         self.folder = folder
         self.ranges = ranges
         self.failures: Counter[str] = Counter()
         self.cuts: Counter[str] = Counter()
+        self.denied: int | None = None
         self.requests: list[tuple[str, str, str | None]] = []
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         self._server.daemon_threads = True
@@ -52,7 +56,9 @@ class FileServer:
         """Send a file, or the part of it that is asked for; None is not found."""
         part = handler.headers.get("Range") if self.ranges else None
         self.requests.append((handler.command, path, part))
-        if body and self.failures[path] > 0:
+        if self.denied is not None:
+            data, status = b"denied", self.denied
+        elif body and self.failures[path] > 0:
             self.failures[path] -= 1
             data, status = b"try later", 503
         elif data is None:
@@ -73,7 +79,8 @@ class FileServer:
         if body:
             cut = self.cuts[path] > 0
             self.cuts[path] -= cut
-            handler.wfile.write(data[: len(data) // 2] if cut else data)
+            with contextlib.suppress(ConnectionError):  # who has read enough hangs up
+                handler.wfile.write(data[: len(data) // 2] if cut else data)
             handler.close_connection = cut
 
     def _handler(server) -> type[BaseHTTPRequestHandler]:  # noqa: N805 (`self` is the handler's)
@@ -96,6 +103,8 @@ class FileServer:
 
 class S3Server(FileServer):
     """The little of S3's API that reading needs: folders are buckets."""
+
+    scheme = "s3"
 
     def answer(self, handler: BaseHTTPRequestHandler, body: bool) -> None:
         url = urlsplit(handler.path)
@@ -166,3 +175,45 @@ class HubServer(FileServer):
             return {"type": "directory", "path": name, "oid": "0" * 40, "size": 0}
         data = file.read_bytes()
         return {"type": "file", "path": name, "oid": hashlib.sha1(data).hexdigest(), "size": len(data)}
+
+
+class GcsServer(FileServer):
+    """The little of Google Cloud Storage's JSON API that reading needs: folders are buckets."""
+
+    scheme = "gs"
+
+    def answer(self, handler: BaseHTTPRequestHandler, body: bool) -> None:
+        url = urlsplit(handler.path)
+        query = {name: values[0] for name, values in parse_qs(url.query, keep_blank_values=True).items()}
+        place, _, key = url.path.partition("/o/")
+        bucket = unquote(place).removesuffix("/o").rpartition("/")[2]
+        root = self.folder / bucket
+        if key:
+            file = root / unquote(key)
+            data = file.read_bytes() if file.is_file() else None
+            if data is not None and query.get("alt") != "media":
+                data = json.dumps(self._object(root, file)).encode()
+            self.send_file(handler, f"{bucket}/{unquote(key)}", data, body)
+            return
+        prefix, delimiter = query.get("prefix", ""), query.get("delimiter", "")
+        folders, items = set(), []
+        for file in sorted(file for file in root.rglob("*") if file.is_file()):
+            name = file.relative_to(root).as_posix()
+            rest = name.removeprefix(prefix)
+            if name.startswith(prefix) and delimiter and delimiter in rest:
+                folders.add(prefix + rest.partition(delimiter)[0] + delimiter)
+            elif name.startswith(prefix):
+                items.append(self._object(root, file))
+        value = {"kind": "storage#objects", "items": items, "prefixes": sorted(folders)}
+        self.send_file(handler, bucket, json.dumps(value).encode() if root.is_dir() else None, body)
+
+    def _object(self, root: Path, file: Path) -> dict[str, Any]:
+        data = file.read_bytes()
+        return {
+            "kind": "storage#object",
+            "bucket": root.name,
+            "name": file.relative_to(root).as_posix(),
+            "size": str(len(data)),
+            "etag": hashlib.md5(data).hexdigest(),
+            "updated": "2026-01-01T00:00:00.000Z",
+        }

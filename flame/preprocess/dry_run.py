@@ -144,8 +144,8 @@ def told(corpus: Path, plan: Plan, sample: Sample, *, engine: str, num_workers: 
         lines.insert(3, f"  refused    about {share:.2g}% of what is read: in the sample {reasons}")
     if plan.options["dedup"] is not None:
         lines += [
-            "  copies     not counted: a sample holds few of them. --dedup leaves fewer documents and tokens than these,",
-            "             and reads the input once more, without tokenizing it",
+            "  copies     not counted: a sample holds few. With --dedup documents and tokens are fewer than these,",
+            "             and the input is read once more, without tokenizing it",
         ]
     if disk_bytes > free:
         lines.append(

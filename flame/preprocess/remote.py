@@ -7,6 +7,7 @@ single thread, so that fsspec is imported and asked nothing before: in the build
 from __future__ import annotations
 
 import io
+import os
 import posixpath
 import re
 import sys
@@ -26,6 +27,19 @@ FIRST_WAIT_SECONDS = 0.5  # doubled each time: 15 seconds in all
 READ_AHEAD_BYTES = 2**22
 THREADS = 16  # of the builder, while it looks at many files
 _EXTRAS = ("s3", "s3a", "gs", "gcs", "http", "https")
+_S3 = "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE; for a public bucket FSSPEC_S3_ANON=true"
+_GS = (
+    "Run gcloud auth application-default login, or set GOOGLE_APPLICATION_CREDENTIALS=FILE; for a public bucket "
+    "FSSPEC_GS_TOKEN=anon"
+)
+# What lets a store know the user.
+_ACCESS = {
+    "s3": _S3,
+    "s3a": _S3,
+    "gs": _GS,
+    "gcs": _GS,
+    "hf": "Run hf auth login, or set HF_TOKEN; a gated dataset asks for its terms to be accepted on its page",
+}
 # What a store calls that by which a file's content is known, the surest first.
 _VERSIONS = ("ETag", "etag", "xet_hash", "blob_id", "md5Hash", "Content-MD5", "Digest", "generation")
 _TIMES = ("LastModified", "last_modified", "Last-Modified", "mtime", "updated", "modified")
@@ -61,13 +75,16 @@ def _store(url_root: str) -> Any:
     import fsspec
 
     protocol = url_root.partition("://")[0]
+    # Else gcsfs asks for a bucket's kind again with every request, where that needs credentials and there are none.
+    os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
     try:
         options = {"client_kwargs": {"trust_env": True}} if protocol in ("http", "https") else {}
         return fsspec.filesystem(protocol, **options)
     except (ImportError, ModuleNotFoundError) as error:
-        what = "pip install 'flame[remote]'" if protocol in _EXTRAS else f"pip install what serves {protocol}://"
         raise UsageError(
-            f"reading {protocol}:// needs a package that is not installed", got=str(error), fix=what
+            f"reading {protocol}:// needs a package that is not installed",
+            got=str(error),
+            fix="pip install 'flame[remote]'" if protocol in _EXTRAS else "pip install the package that is named here",
         ) from error
     except ValueError as error:
         raise UsageError(
@@ -95,6 +112,13 @@ def retried(what: str, function: Callable[[], T]) -> T:
             raise
         except Exception as error:
             told = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            if _is_denied(error):
+                raise RemoteError(
+                    "a store gives no access to a remote file",
+                    where=what,
+                    got=told,
+                    fix=_ACCESS.get(what.partition("://")[0], "Check the credentials that the store asks for"),
+                ) from error
             if attempt == ATTEMPTS or _is_final(error):
                 raise RemoteError(
                     "a remote file cannot be read",
@@ -108,13 +132,28 @@ def retried(what: str, function: Callable[[], T]) -> T:
     raise AssertionError("the last attempt returns or raises")
 
 
+def _is_denied(error: Exception) -> bool:
+    """Whether credentials are missing or do not suffice; told by names, as the stores' packages are not imported."""
+    if isinstance(error, PermissionError) or _status(error) in (401, 403):
+        return True
+    names = [kind.__name__ for kind in type(error).__mro__]
+    return any("Credential" in name for name in names) or str(error).startswith("Forbidden: ")
+
+
 def _is_final(error: Exception) -> bool:
-    if isinstance(error, (PermissionError, NotImplementedError, ImportError, TypeError)):
+    if isinstance(error, (NotImplementedError, ImportError, TypeError)):
         return True
-    if "Credentials" in type(error).__name__:  # as botocore calls it, which nothing here imports
-        return True
-    status = getattr(error, "status", None) or getattr(getattr(error, "response", None), "status_code", None)
-    return isinstance(status, int) and 400 <= status < 500 and status not in (408, 425, 429)
+    status = _status(error)
+    return status is not None and 400 <= status < 500 and status not in (408, 425, 429)
+
+
+def _status(error: Exception) -> int | None:
+    """Return the HTTP status that an error is of."""
+    for holder, name in ((error, "status"), (getattr(error, "response", None), "status_code"), (error, "code")):
+        status = getattr(holder, name, None)
+        if isinstance(status, int):
+            return status
+    return None
 
 
 def describe(url: str, *, fresh: bool = False) -> tuple[int, str | None]:

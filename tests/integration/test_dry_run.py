@@ -73,7 +73,7 @@ def test_copies_are_not_counted_which_is_said_and_a_limit_takes_them_in(
     choice = {"dedup": "exact", "limit_documents": 90}
     said = dry(tmp_path / "raw.jsonl", tmp_path, monkeypatch, capsys, **choice)
     assert re.search(r"documents +about 90\n", said)
-    assert "copies     not counted: a sample holds few of them. --dedup leaves fewer documents" in said
+    assert "copies     not counted: a sample holds few. With --dedup documents and tokens are fewer" in said
     manifest = build_here(tmp_path / "raw.jsonl", tmp_path / "out", tmp_path / "tok", **choice)
     assert manifest.splits["train"].num_documents == 60
     assert manifest.rejects == {"duplicate": 30}

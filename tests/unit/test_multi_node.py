@@ -68,7 +68,7 @@ def test_builds_are_what_the_program_takes() -> None:
         for words in commands("flame-preprocess")
         if words and words[0] == "build" and "--output" in words
     ]
-    assert sum(options.seal for options in parsed) == 2
+    assert sum(options.seal for options in parsed) == 3
     assert [options.task_range for options in parsed if options.task_range] == [TaskRange(index=3, count=64)] * 2
     assert sum(options.executor == "ray" for options in parsed) == 1
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -93,7 +92,6 @@ def test_hidden_files_and_notes_are_passed_over_and_others_are_named(tmp_path: P
         ("absent", "no such file"),
         ("absent*.jsonl", "no file matches"),
         ("absent/a.jsonl", "no such file"),
-        ("s3://bucket/x.parquet", r"reading s3:// needs a package.*pip install 'flame\[remote\]'"),
         ("nosuch://bucket/x.parquet", "nothing is known that reads nosuch://"),
         ("x.jsonl.xz", "xz files is not available yet"),
         ("x.parquet.gz", "no reader knows"),
@@ -110,7 +108,6 @@ def test_what_cannot_be_read_is_refused_by_name(
     for name in ("broken.jsonl", "links/broken.jsonl"):
         (tmp_path / name).symlink_to("nowhere")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(sys.modules, "s3fs", None)
     with pytest.raises(UsageError, match=message):
         find(dataset)
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import fsspec
 import pyarrow as pa
 import pyarrow.feather as feather
 import pyarrow.parquet as pq
@@ -23,11 +25,12 @@ from flame.preprocess.readers.columns import Columns
 from flame.preprocess.readers.formats import read_piece
 from flame.preprocess.rejects import Rejects
 from flame.preprocess.scan import scan_inputs
-from tests.builds import environment
-from tests.loopback import FileServer, S3Server
+from tests.builds import PROJECT, environment
+from tests.loopback import FileServer, GcsServer, S3Server
 
 pytest.importorskip("aiohttp")
 TEXTS = [f"{i} " + "words " * (i % 90) for i in range(3000)]
+FEW = TEXTS[:300]
 TEXT = Columns(text="text", kept=pa.schema([]))
 
 
@@ -40,9 +43,9 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FileServ
         yield found
 
 
-def write(folder: Path, name: str) -> Path:
-    table = pa.table({"text": TEXTS, "other": ["unrelated " * 100] * len(TEXTS)})
-    lines = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()
+def write(folder: Path, name: str, texts: Sequence[str] = TEXTS) -> Path:
+    table = pa.table({"text": texts, "other": ["unrelated " * 100] * len(texts)})
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
     if name.endswith(".parquet"):
         pq.write_table(table, folder / name, row_group_size=1000, compression="none", use_dictionary=False)
     elif name.endswith((".arrow", ".feather")):
@@ -178,32 +181,86 @@ def test_the_process_that_forks_workers_imports_no_store(tmp_path: Path) -> None
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, env=environment())
 
 
-def test_a_bucket_is_read_by_folders_and_patterns(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip("s3fs")
-    names = ["raw/part-10.jsonl", "raw/part-2.parquet", "raw/sub/a.feather", "raw/_SUCCESS", "raw/.x/b.jsonl"]
-    for name in names:
-        path = tmp_path / "bucket" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write(path.parent, path.name) if "_SUCCESS" not in name else path.touch()
+# ---- buckets
+
+
+@pytest.fixture(params=["s3", "gs"])
+def bucket(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FileServer]:
+    """A server of the store whose `scheme` it has, and this process as one that has credentials for it."""
+    kind, package = {"s3": (S3Server, "s3fs"), "gs": (GcsServer, "gcsfs")}[request.param]
+    pytest.importorskip(package)
     monkeypatch.setattr(remote, "FIRST_WAIT_SECONDS", 0)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     for name, value in {"KEY": "ACCESS_KEY_ID", "SECRET": "SECRET_ACCESS_KEY", "us-east-1": "DEFAULT_REGION"}.items():
         monkeypatch.setenv(f"AWS_{value}", name)
-    with S3Server(tmp_path) as server:
+    with kind(tmp_path) as server:
         monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
-        found = find_inputs(["s3://bucket/raw"], data_dir=None, data_files=())
-        assert [file.path for file in found] == [
-            f"s3://bucket/raw/{name}" for name in ("part-2.parquet", "part-10.jsonl", "sub/a.feather")
-        ]
-        assert "passed over 2 notes and hidden files" in capfd.readouterr().err
-        assert read("s3://bucket/raw") == TEXTS * 3
-        assert read("s3://bucket/raw/*.jsonl", "s3://bucket/raw/part-2.parquet") == TEXTS * 2
-        server.failures["bucket/raw/part-10.jsonl"] = 2
-        assert read("s3://bucket/raw/part-10.jsonl") == TEXTS
-        for absent in ("none", "none/*.jsonl"):
-            with pytest.raises(UsageError, match=r"no (such )?remote file"):
-                read(f"s3://bucket/{absent}")
-        (tmp_path / "bucket/raw/notes.docx").touch()
-        with pytest.raises(UsageError, match=r"1 files that no reader knows.*notes\.docx"):
-            read("s3://bucket/raw")
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", server.url)
+        fsspec.get_filesystem_class(server.scheme).clear_instance_cache()  # which remembers another test's server
+        yield server
+
+
+def test_a_bucket_is_read_by_folders_and_patterns(bucket: FileServer, capfd: pytest.CaptureFixture[str]) -> None:
+    names = ["raw/part-10.jsonl", "raw/part-2.parquet", "raw/sub/a.feather", "raw/_SUCCESS", "raw/.x/b.jsonl"]
+    for name in names:
+        path = bucket.folder / "bucket" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(path.parent, path.name, FEW) if "_SUCCESS" not in name else path.touch()
+    root = f"{bucket.scheme}://bucket"
+    found = find_inputs([f"{root}/raw"], data_dir=None, data_files=())
+    assert [file.path for file in found] == [
+        f"{root}/raw/{name}" for name in ("part-2.parquet", "part-10.jsonl", "sub/a.feather")
+    ]
+    assert "passed over 2 notes and hidden files" in capfd.readouterr().err
+    assert read(f"{root}/raw") == FEW * 3
+    assert read(f"{root}/raw/*.jsonl", f"{root}/raw/part-2.parquet") == FEW * 2
+    for absent in ("none", "none/*.jsonl"):
+        with pytest.raises(UsageError, match=rf"no (such )?remote file.*{root}/none"):
+            read(f"{root}/{absent}")
+    (bucket.folder / "bucket/raw/notes.docx").touch()
+    with pytest.raises(UsageError, match=r"1 files that no reader knows.*notes\.docx"):
+        read(f"{root}/raw")
+
+
+def test_a_bucket_that_fails_twice_or_cuts_a_body_is_asked_again(bucket: FileServer) -> None:
+    (bucket.folder / "bucket").mkdir()
+    write(bucket.folder / "bucket", "a.jsonl.gz", FEW)
+    bucket.failures["bucket/a.jsonl.gz"], bucket.cuts["bucket/a.jsonl.gz"] = 2, 1
+    assert read(f"{bucket.scheme}://bucket/a.jsonl.gz") == FEW
+    assert bucket.failures["bucket/a.jsonl.gz"] == bucket.cuts["bucket/a.jsonl.gz"] == 0
+
+
+def test_a_store_that_gives_no_access_is_told_as_that_at_once(
+    bucket: FileServer, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for status in {"s3": (403,), "gs": (401, 403)}[bucket.scheme]:
+        bucket.denied = status
+        with pytest.raises(InputError, match=r"gives no access.*bucket/a\.jsonl.*for a public bucket FSSPEC_") as told:
+            read(f"{bucket.scheme}://bucket/a.jsonl")
+        assert {"s3": "AWS_ACCESS_KEY_ID", "gs": "gcloud auth"}[bucket.scheme] in str(told.value)
+    assert "trying again" not in capfd.readouterr().err
+
+
+def test_missing_credentials_are_told_as_that(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    s3fs = pytest.importorskip("s3fs")
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    s3fs.S3FileSystem.clear_instance_cache()
+    with pytest.raises(InputError, match=r"gives no access.*NoCredentialsError.*Set AWS_ACCESS_KEY_ID"):
+        read("s3://bucket/a.jsonl")
+
+
+@pytest.mark.parametrize(("scheme", "package"), [("s3", "s3fs"), ("gs", "gcsfs"), ("https", "aiohttp")])
+def test_a_package_that_is_absent_is_named_with_the_line_that_installs_it(
+    tmp_path: Path, scheme: str, package: str
+) -> None:
+    (tmp_path / f"{package}.py").write_text(f"raise ImportError('no module named {package}')")
+    code = f"from flame.preprocess import remote; remote.find('{scheme}://bucket/a.jsonl')"
+    env = environment(PYTHONPATH=f"{tmp_path}{os.pathsep}{PROJECT}")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=env)
+    told = done.stderr.splitlines()[-1]
+    assert f"UsageError: reading {scheme}:// needs a package that is not installed" in told and package in told
+    assert told.endswith("pip install 'flame[remote]'.")
