@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -28,6 +27,7 @@ from flame.train.optimizer import (
     parameter_groups,
 )
 from flame.train.options import OptimizerOptions
+from tests.ranks import fork_ranks
 
 CPU = torch.device("cpu")
 
@@ -292,4 +292,4 @@ def _rank_of_two(rank: int, store: Path) -> None:
 
 
 def test_sharded_and_replicated_on_two_ranks(tmp_path: Path) -> None:
-    mp.spawn(_rank_of_two, args=(tmp_path / "store",), nprocs=2)
+    fork_ranks(2, _rank_of_two, tmp_path / "store")

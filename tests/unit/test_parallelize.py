@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 from torch._dynamo.utils import counters
@@ -21,6 +20,7 @@ from flame.errors import UsageError
 from flame.kernels.dispatch import ATTENTION, Implementation
 from flame.train.model import CausalLMLoss
 from flame.train.parallelize import parallelize, reshard
+from tests.ranks import fork_ranks
 from tests.unit.test_model import CPU, build, build_model, make_config, packed_batch
 
 # Two micro-batches with 36 and 13 labels.
@@ -98,7 +98,7 @@ def unsharded(model_type: str, tied: bool) -> tuple[CausalLMLoss, dict[str, Tens
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What two ranks left: they start once for all the ways."""
     folder = tmp_path_factory.mktemp("ranks")
-    mp.spawn(rank_of_two, (folder,), nprocs=2)
+    fork_ranks(2, rank_of_two, folder)
     return folder
 
 

@@ -1,0 +1,114 @@
+"""FSDP, HSDP and DDP on four ranks: the numbers of one rank, and checkpoints that pass between them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from flame.train.checkpoint import load_checkpoint
+from flame.train.checkpoint_files import open_checkpoint
+from flame.train.distributed import World
+from flame.train.model import CausalLMLoss, build_model
+from flame.train.optimizer import build_optimizer, clip_and_scale
+from flame.train.options import OptimizerOptions
+from flame.train.parallelize import parallelize, reduce_gradients
+from tests.ranks import on_ranks
+from tests.tiny_states import differences, one_rank, save, update, whole_state
+from tests.unit.test_model import make_config, packed_batch
+
+CPU = torch.device("cpu")
+OPTIMIZERS = ("AdamW", "Muon")
+# (dp_replicate, dp_shard): FSDP, DDP, HSDP
+LAYOUTS = ((1, 4), (4, 1), (2, 2))
+BATCHES = [packed_batch(lengths, seed=seed) for seed, lengths in enumerate(([7, 1, 20], [3, 25], [28], [14, 14]) * 2)]
+NUM_LABELS = sum(int((batch["labels"] != -100).sum()) for batch in BATCHES)
+
+
+def make(world: World, layout: tuple[int, int], name: str, *, seed: int) -> tuple[CausalLMLoss, Optimizer]:
+    """A model whose matrices have rows that four ranks cannot share evenly, and its optimizer."""
+    config = make_config("llama", intermediate_size=27, vocab_size=101, num_hidden_layers=2)
+    module = build_model(config, seed=seed, rank=world.rank, device=CPU, dtype=torch.float32, varlen=True)
+    mesh = init_device_mesh("cpu", layout, mesh_dim_names=("dp_replicate", "dp_shard"))
+    parallelize(module, mesh, device=CPU, param_dtype=torch.float32)
+    return module, build_optimizer(module.model, OptimizerOptions(name=name, lr=0.01), CPU)
+
+
+def train(module: CausalLMLoss, optimizer: Optimizer, batches: list[dict[str, Any]]) -> dict[str, Tensor]:
+    """Take a step over these micro-batches of a rank; returns the weights and the gradient's norm."""
+    for index, batch in enumerate(batches):
+        reduce_gradients(module, index == len(batches) - 1)
+        module(**batch)[0].backward()
+    norm = clip_and_scale(list(module.parameters()), 1 / NUM_LABELS, 1.0)
+    optimizer.step()
+    return {"norm": norm, **whole_state(module.model, None)}
+
+
+def on_four(world: World, folder: Path) -> None:
+    """Load what one rank saved by FSDP, what that saved by DDP, and so on; from each go on as one rank did.
+
+    A step of two micro-batches reduces the gradients of each group of parameters once.
+    """
+    for name in OPTIMIZERS:
+        before, updated, trained = torch.load(folder / f"{name}.pt")
+        for step, layout in enumerate(LAYOUTS, 2):
+            module, optimizer = make(world, layout, name, seed=9)
+            path = folder / name / f"step-{step}"
+            choice = open_checkpoint(path, fast_open=False)
+            load_checkpoint(choice, model=module.model, optimizer=optimizer, world=world)
+            assert not differences(before, whole_state(module.model, optimizer)), (name, layout)
+            save(folder / name, module.model, optimizer, step + 1, world)
+            update(module.model, optimizer, seed=2)
+            assert not differences(updated, whole_state(module.model, optimizer)), (name, layout)
+            with Reductions() as reductions:
+                result = train(module, optimizer, BATCHES[2 * world.rank : 2 * world.rank + 2])
+            # Muon computes in bf16: what is nearly the same gradient may be rounded otherwise.
+            close = {"rtol": 1e-6, "atol": 1e-6} if name == "AdamW" else {"rtol": 1e-3, "atol": 3e-4}
+            torch.testing.assert_close(result, trained, **close)
+            replicas, shards = layout
+            once = {"reduce_scatter": shards > 1, "all_reduce": replicas > 1}
+            num_groups = len(module.blocks()) + 1
+            assert reductions.counts == {kind: num_groups for kind, needed in once.items() if needed}, layout
+
+
+class Reductions(TorchDispatchMode):
+    """Counts the collectives that sum tensors over ranks, by their kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, arguments: tuple[Any, ...] = (), options: dict[str, Any] | None = None
+    ) -> Any:
+        name = str(function)
+        if name.startswith("c10d.") and "reduce" in name:
+            self.counts["reduce_scatter" if "scatter" in name else "all_reduce"] += 1
+        return function(*arguments, **(options or {}))
+
+
+def test_what_four_ranks_do_in_any_layout_is_what_one_does(tmp_path: Path) -> None:
+    with one_rank() as world:
+        for name in OPTIMIZERS:
+            module, optimizer = make(world, (1, 1), name, seed=1)
+            for seed in range(2):
+                update(module.model, optimizer, seed=seed)
+            save(tmp_path / name, module.model, optimizer, 2, world)
+            before = whole_state(module.model, optimizer)
+            update(module.model, optimizer, seed=2)
+            updated = whole_state(module.model, optimizer)
+            torch.save((before, updated, train(module, optimizer, BATCHES)), tmp_path / f"{name}.pt")
+    on_ranks(4, on_four, tmp_path)
+    with one_rank() as world:
+        for name in OPTIMIZERS:
+            before, _, _ = torch.load(tmp_path / f"{name}.pt")
+            module, optimizer = make(world, (1, 1), name, seed=9)
+            choice = open_checkpoint(tmp_path / name / f"step-{2 + len(LAYOUTS)}", fast_open=False)
+            load_checkpoint(choice, model=module.model, optimizer=optimizer, world=world)
+            assert not differences(before, whole_state(module.model, optimizer))
