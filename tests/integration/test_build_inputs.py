@@ -174,8 +174,11 @@ def test_a_hub_dataset_is_read_where_it_lies(tmp_path: Path, tiny_tokenizer: Pat
     with HubServer(repo, "Org/web-edu") as server:
         env = environment(HF_ENDPOINT=server.url, HF_HOME=str(tmp_path / "home"), NO_PROXY="*", HF_HUB_OFFLINE="0")
         options = {"dataset_name": "sample-10BT", "dataset_split": "train", "engine": "hf", "no_shuffle": True}
+        source = f"/datasets/Org/web-edu/resolve/{server.commit}/sample/10BT/part-2.parquet"
+        server.failures[source] = 2
         run = run_build("Org/web-edu", tmp_path / "out", tiny_tokenizer, env=env, **options)
         assert run.returncode == 0, run.stderr
+        assert server.failures[source] == 0
         asked = [(path, part) for method, path, part in server.requests if method == "GET" and "parquet" in path]
         assert asked
         assert all(part for _, part in asked)
