@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,20 @@ from flame.train import loop
 from flame.train.__main__ import main as flame_train
 from flame.train.loader import to_device
 from flame.train.parallelize import reshard
-from tests.builds import InlineExecutor, build_here, documents_of, run_build, same_corpus, some_texts, write_jsonl
+from tests.builds import (
+    InlineExecutor,
+    build_here,
+    command,
+    documents_of,
+    files_of,
+    run_build,
+    run_command,
+    same_corpus,
+    some_texts,
+    texts_of,
+    write_jsonl,
+    write_parquet,
+)
 from tests.corpora import make_corpus
 from tests.runs import VOCABULARY, arguments, random_documents, read_metrics
 from tests.tokenizers import write_tiny_tokenizer
@@ -99,7 +112,52 @@ def test_random_documents_are_whole_and_end_in_eos(tmp_path: Path, tiny_tokenize
     assert [tokenizer.decode(ids[:-1].tolist(), skip_special_tokens=False) for ids in slices] == texts
 
 
+def test_texts_without_a_space_among_thousands_of_others_are_whole_and_so_are_their_neighbours(
+    tmp_path: Path, tiny_tokenizer: Path
+) -> None:
+    texts = some_texts(5000, longest=12)
+    for place, long in ((10, "a" * 2_000_000), (2500, "-" * 500_000), (4990, "日本語" * 50_000)):
+        texts.insert(place, long)
+    write_parquet(tmp_path / "a.parquet", texts, rows_a_group=1000)
+    result = run_build(tmp_path / "a.parquet", tmp_path / "out", tiny_tokenizer, engine="hf", no_shuffle="true")
+    assert result.returncode == 0, result.stderr
+    assert texts_of(tmp_path / "out") == texts
+
+
 # ---- inputs
+
+
+SPELLINGS: dict[str, Callable[[bytes], bytes]] = {
+    "plain": lambda data: data,
+    "bom": lambda data: b"\xef\xbb\xbf" + data,
+    "crlf": lambda data: data.replace(b"\n", b"\r\n"),
+    "both": lambda data: b"\xef\xbb\xbf" + data.replace(b"\n", b"\r\n"),
+    "no last newline": lambda data: data.removesuffix(b"\n"),
+    "blank lines": lambda data: b"\n" + data.replace(b"\n", b"\n \r\n\n"),
+}
+
+
+def test_however_a_jsonl_is_spelled_its_shards_are_the_same_bytes(tmp_path: Path, tiny_tokenizer: Path) -> None:
+    texts = ["kept\r\nas it is\r", "\ufeffa mark inside", *some_texts(200)]
+    data = write_jsonl(tmp_path / "plain.jsonl", texts).read_bytes()
+    shards = []
+    for name, spelled in SPELLINGS.items():
+        (tmp_path / f"{name}.jsonl").write_bytes(spelled(data))
+        manifest = build_here(tmp_path / f"{name}.jsonl", tmp_path / name, tiny_tokenizer, val_fraction=0.1)
+        assert manifest.rejects == {}
+        shards.append(files_of(tmp_path / name))
+    assert all(found == shards[0] for found in shards)
+    assert sorted(texts_of(tmp_path / "plain") + texts_of(tmp_path / "plain", "val")) == sorted(texts)
+
+
+def test_thousands_of_files_of_one_document_need_few_handles(tmp_path: Path, tiny_tokenizer: Path) -> None:
+    texts = some_texts(1500, longest=8)
+    for number, text in enumerate(texts):
+        write_jsonl(tmp_path / f"raw/{number}.jsonl", [text])
+    words = command(tmp_path / "raw", tmp_path / "out", tiny_tokenizer, engine="hf", no_shuffle="true")
+    result = run_command(["bash", "-c", 'ulimit -n 48 && exec "$@"', "build", *words])
+    assert result.returncode == 0, result.stderr
+    assert texts_of(tmp_path / "out") == texts
 
 
 @pytest.fixture
