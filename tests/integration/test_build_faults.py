@@ -165,7 +165,7 @@ def test_errors_are_too_many_as_soon_as_that_is_sure() -> None:
 
 
 @pytest.mark.parametrize("kind", ["parquet", "jsonl"])
-@pytest.mark.parametrize("how", ["gone", "changed"])
+@pytest.mark.parametrize("how", ["gone", "changed", "shrunk"])
 def test_an_input_that_is_gone_or_another_than_planned_is_named(
     tmp_path: Path, kind: str, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -175,7 +175,12 @@ def test_an_input_that_is_gone_or_another_than_planned_is_named(
 
     def planned(*arguments: Any) -> Any:
         plan = make_plan(*arguments)
-        os.utime(path, ns=(1, 1)) if how == "changed" else path.unlink()
+        if how == "gone":
+            path.unlink()
+        elif how == "shrunk":
+            os.truncate(path, size - 9)
+        if how != "gone":
+            os.utime(path, ns=(1, 1) if how == "changed" else (10**18, 10**18))
         return plan
 
     monkeypatch.setattr(build, "make_plan", planned)
@@ -189,6 +194,9 @@ def test_an_input_that_is_gone_or_another_than_planned_is_named(
             "gone": f"an input file is gone (in {path}). Put it back, then run the build again.",
             "changed": f"an input file changed after the build was planned (in {path}; got {size:,} bytes, "
             f"written at 1970-01-01T00:00:00Z; expected {size:,} bytes, written at "
+            f"2001-09-09T01:46:40Z, as it was planned). Put the old file back, or build into a new folder.",
+            "shrunk": f"an input file changed after the build was planned (in {path}; got {size - 9:,} bytes, "
+            f"written at 2001-09-09T01:46:40Z; expected {size:,} bytes, written at "
             f"2001-09-09T01:46:40Z, as it was planned). Put the old file back, or build into a new folder.",
         }[how]
     )

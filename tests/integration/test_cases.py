@@ -15,12 +15,14 @@ import pyarrow as pa
 import pytest
 import torch
 import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM
 
 from flame.cli.mix import main as flame_mix
 from flame.cli.preprocess import main as flame_preprocess
-from flame.errors import CorpusError
+from flame.errors import CorpusError, FlameError
 from flame.preprocess.convert import convert
 from flame.preprocess.convert_config import ConvertOptions
 from flame.preprocess.engines import ENGINES
@@ -110,6 +112,46 @@ def test_random_documents_are_whole_and_end_in_eos(tmp_path: Path, tiny_tokenize
     slices = np.split(tokens, ends[:-1])
     assert [ids[-1] for ids in slices] == [0] * len(texts) and min(map(len, slices)) == 2
     assert [tokenizer.decode(ids[:-1].tolist(), skip_special_tokens=False) for ids in slices] == texts
+
+
+@settings(max_examples=25)
+@given(
+    values=st.lists(
+        st.none() | st.text(max_size=12) | st.sampled_from(["", " ", "\u3000", "same", "same"]), max_size=40
+    ),
+    ending=st.sampled_from(["jsonl", "parquet"]),
+    options=st.fixed_dictionaries(
+        {
+            "no_shuffle": st.booleans(),
+            "shard_tokens": st.integers(1, 300),
+            "shuffle_block_tokens": st.integers(1, 300),
+            "batch_size": st.integers(1, 9),
+            "val_fraction": st.sampled_from([0.0, 0.3]),
+        }
+    ),
+)
+def test_any_texts_are_each_written_once_or_counted(
+    tmp_path_factory: pytest.TempPathFactory,
+    tiny_tokenizer: Path,
+    values: list[str | None],
+    ending: str,
+    options: dict[str, Any],
+) -> None:
+    folder = tmp_path_factory.mktemp("any")
+    (write_jsonl if ending == "jsonl" else write_parquet)(folder / f"a.{ending}", values)
+    kept = [value for value in values if value and not value.isspace()]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("os.fsync", lambda descriptor: None)  # no power fails here
+        if not kept:
+            with pytest.raises(FlameError, match="no document"):
+                build_here(folder / f"a.{ending}", folder / "out", tiny_tokenizer, **options)
+            return
+        manifest = build_here(folder / f"a.{ending}", folder / "out", tiny_tokenizer, **options)
+    found = [texts_of(folder / "out", split) for split in manifest.splits]
+    copies = manifest.rejects.get("val_duplicate", 0)
+    assert found[0] == [text for text in kept if text in {*found[0]}] or not options["no_shuffle"]
+    assert {*itertools.chain(*found)} == {*kept} and sum(map(len, found)) + copies == len(kept)
+    assert sum(manifest.rejects.values()) + sum(map(len, found)) == len(values)
 
 
 def test_texts_without_a_space_among_thousands_of_others_are_whole_and_so_are_their_neighbours(
