@@ -1,11 +1,13 @@
-"""Whole builds, start-up included, against `datasets.map`: MB of text per CPU second, peak memory, output size.
+"""Whole builds, start-up included, against `datasets.map` and datatrove: MB of text per CPU second, memory, output.
 
     python tools/bench_preprocess.py --data FOLDER --tokenizers tok/gpt2 tok/qwen3 [--engines auto hf] [--json]
 
-A small build before each pays the engine's once-only check. `preprocess/<tokenizer>` is the first of --engines, others
-stand behind an @; `/alone` is an engine asked by name on the same texts in one process, loading left out. Every build
-runs in fresh processes; CPU seconds are those of all its descendants, memory is the largest sum of proportional set
-sizes (PSS) over them. The peer, the way of the predecessor, runs beside it unless --no_peer.
+`preprocess/<tokenizer>` is the first of --engines, others stand behind an @. The build of the first file that comes
+before each pays the engine's once-only check and is `/first_file`; `/past_start` is what the whole build has more of
+text, for what it has more of CPU seconds. `/alone` is an engine asked by name on the same texts in one process,
+loading left out. Every build runs in fresh processes; CPU seconds are those of all its descendants, memory is the
+largest sum of proportional set sizes (PSS) over them. The peers run beside it unless --no_peer: each has rows of its
+own, and the best of them is the peer of ours.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,20 +32,19 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 MB = 1e6
+SPEED = "MB of text per CPU second"
 SECONDS_BETWEEN_SAMPLES = 0.1
-DOCUMENTS_TO_WARM_UP = 4000
 
 _ALONE = """
 import sys, time
 import pyarrow as pa, pyarrow.parquet as pq
 from flame.preprocess.engines import ENGINES, bounded_parts
-engine, tokenizer, limit, *files = sys.argv[1:]
+engine, tokenizer, *files = sys.argv[1:]
 encode = ENGINES[engine].load(open(f"{tokenizer}/tokenizer.json", "rb").read(), False)
-left, size, seconds = int(limit) or sys.maxsize, 0, 0.0
+size, seconds = 0, 0.0
 for file in files:
     for column in pq.ParquetFile(file).iter_batches(1024, columns=["text"], use_threads=False):
-        texts = column.column(0).cast(pa.large_string()).slice(0, left)
-        left -= len(texts)
+        texts = column.column(0).cast(pa.large_string())
         started = time.process_time()
         for part in bounded_parts(texts, ENGINES[engine].batch_bytes):
             encode(part)
@@ -51,17 +52,35 @@ for file in files:
         size += sum(map(len, texts.cast(pa.large_binary()).to_pylist()))
 print(size / 1e6 / seconds)
 """
-_PEER = """
+_DATASETS_MAP = """
 import sys
 from datasets import load_dataset
 from transformers import AutoTokenizer
-files, tokenizer_path, output, workers, limit = sys.argv[1].split(","), *sys.argv[2:]
+tokenizer_path, output, workers, *files = sys.argv[1:]
 tokenizer = AutoTokenizer.from_pretrained(tokenizer_path)
-data = load_dataset("parquet", data_files=files, split="train" if limit == "0" else f"train[:{limit}]")
+data = load_dataset("parquet", data_files=files, split="train")
 data = data.map(lambda batch: {"input_ids": tokenizer(batch["text"], return_attention_mask=False)["input_ids"]},
                 batched=True, num_proc=int(workers), remove_columns=data.column_names)
 data.save_to_disk(output, num_proc=int(workers))
 """
+_DATATROVE = """
+import os, sys
+from datatrove.executor import LocalPipelineExecutor
+from datatrove.pipeline.readers import ParquetReader
+from datatrove.pipeline.tokens import DocumentTokenizer
+if __name__ == "__main__":
+    tokenizer_path, output, workers, *files = sys.argv[1:]
+    with open(output + ".paths", "w") as paths:
+        paths.write("\\n".join(files))
+    LocalPipelineExecutor(
+        [ParquetReader("/", paths_file=output + ".paths", text_key="text", id_key="id"),
+         DocumentTokenizer(output, tokenizer_name_or_path=os.path.join(tokenizer_path, "tokenizer.json"),
+                           eos_token=None, shuffle_documents=False)],
+        tasks=int(workers), workers=int(workers), logging_dir=output + ".logs", start_method="fork",
+    ).run()
+"""
+PEERS = {"datasets.map": ("datasets", _DATASETS_MAP), "datatrove": ("datatrove", _DATATROVE)}
+"""What others do with the same files: the package that it needs, and the program."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +91,10 @@ class Measured:
     wall_seconds: float
     peak_pss_bytes: int
     output_bytes: int
+
+    def speed(self, text_bytes: int) -> float:
+        """MB of text per CPU second."""
+        return text_bytes / MB / self.cpu_seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,28 +115,25 @@ class Row:
 def main() -> None:
     arguments = parse(sys.argv[1:])
     files = sorted(arguments.data.glob("*.parquet"))
-    text_bytes = count_text(files, arguments.limit_documents)
-    with_peer = arguments.peer and importlib.util.find_spec("datasets") is not None
+    text_bytes, first_bytes = count_text(files), count_text(files[:1])
     rows: list[Row] = []
     for tokenizer in arguments.tokenizers:
-        with tempfile.TemporaryDirectory(dir=arguments.scratch) as folder:
-            peer = None
-            if with_peer:
-                command = peer_command(arguments, files, tokenizer, Path(folder) / "peer")
-                peer = measure(command, Path(folder) / "peer", {"HF_DATASETS_CACHE": f"{folder}/cache"})
+        with tempfile.TemporaryDirectory(dir=arguments.scratch) as scratch:
+            folder = Path(scratch)
+            peers = measure_peers(arguments, files, tokenizer, folder) if arguments.peer else {}
             for engine in arguments.engines:
-                small, whole = Path(folder) / f"small-{engine}", Path(folder) / engine
-                measure(our_command(arguments, engine, tokenizer, small, DOCUMENTS_TO_WARM_UP), small, {})
-                command = our_command(arguments, engine, tokenizer, whole, arguments.limit_documents)
+                first, whole = folder / f"first-{engine}", folder / engine
+                for _ in range(2):  # the second does not pay what is paid once
+                    shutil.rmtree(first, ignore_errors=True)
+                    start = measure(our_command(arguments, engine, tokenizer, first, files[0]), first, {})
+                command = our_command(arguments, engine, tokenizer, whole, f"{arguments.data}/*.parquet")
                 ours = measure(command, whole, {})
                 name = tokenizer.name if engine == arguments.engines[0] else f"{tokenizer.name}@{engine}"
-                rows += rows_of(name, text_bytes, ours, peer)
+                rows += rows_of(name, text_bytes, ours, peers)
+                rows += rows_of_start(name, first_bytes, start, text_bytes, ours)
                 if engine != "auto":
-                    speed = alone(arguments, files, engine, tokenizer)
-                    unit = "MB of text per CPU second"
-                    rows.append(
-                        Row(name=f"preprocess/{name}/alone", value=speed, unit=unit, peer=None, peer_value=None)
-                    )
+                    rows.append(row(f"{name}/alone", SPEED, alone(files, engine, tokenizer)))
+            rows += [row(f"{tokenizer.name}/{name}", SPEED, peer.speed(text_bytes)) for name, peer in peers.items()]
     show(rows, as_json=arguments.json)
 
 
@@ -122,44 +142,48 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--data", type=Path, required=True, help="folder of parquet files with the column text")
     parser.add_argument("--tokenizers", type=Path, nargs="+", required=True, help="tokenizer folders")
     parser.add_argument("--num_workers", type=int, default=2)
-    parser.add_argument("--limit_documents", type=int, default=0, help="first documents only (0: all)")
     parser.add_argument("--engines", nargs="+", default=["auto"], help="auto, gigatoken, fastokens, hf")
-    parser.add_argument("--no_peer", dest="peer", action="store_false", help="do not run datasets.map beside it")
+    parser.add_argument("--no_peer", dest="peer", action="store_false", help="do not run others beside it")
     parser.add_argument("--scratch", type=Path, default=None, help="where output is written, and deleted again")
     parser.add_argument("--json", action="store_true", help="one object a row instead of a table")
     return parser.parse_args(argv)
 
 
-def count_text(files: Sequence[Path], limit: int) -> int:
-    """Return the bytes of the first `limit` texts (0: all)."""
-    total = left = 0
-    left = limit or sys.maxsize
-    for path in files:
-        texts = pq.read_table(path, columns=["text"]).column("text").slice(0, left)
-        total += pc.sum(pc.binary_length(texts)).as_py() or 0
-        left -= len(texts)
-    return total
+def count_text(files: Sequence[Path]) -> int:
+    """Return the bytes of all texts."""
+    columns = (pq.read_table(path, columns=["text"]).column("text") for path in files)
+    return sum(pc.sum(pc.binary_length(texts)).as_py() or 0 for texts in columns)
 
 
 def our_command(
-    arguments: argparse.Namespace, engine: str, tokenizer: Path, output: Path, limit_documents: int
+    arguments: argparse.Namespace, engine: str, tokenizer: Path, output: Path, dataset: str | Path
 ) -> list[str]:
-    limit = [f"--limit_documents={limit_documents}"] if limit_documents else []
     return [
-        *(sys.executable, "-m", "flame.cli.preprocess", "build", f"--dataset={arguments.data}/*.parquet"),
+        *(sys.executable, "-m", "flame.cli.preprocess", "build", f"--dataset={dataset}"),
         *(f"--tokenizer={tokenizer}", f"--output={output}", f"--num_workers={arguments.num_workers}"),
-        *(f"--engine={engine}", *limit),
+        f"--engine={engine}",
     ]
 
 
-def peer_command(arguments: argparse.Namespace, files: Sequence[Path], tokenizer: Path, output: Path) -> list[str]:
-    numbers = [str(arguments.num_workers), str(arguments.limit_documents)]
-    return [sys.executable, "-c", _PEER, ",".join(map(str, files)), str(tokenizer), str(output), *numbers]
+def measure_peers(
+    arguments: argparse.Namespace, files: Sequence[Path], tokenizer: Path, folder: Path
+) -> dict[str, Measured]:
+    """Run every peer that is installed."""
+    measured = {}
+    for name, (package, program) in PEERS.items():
+        if importlib.util.find_spec(package) is None:
+            print(f"{name} is not installed: left out", file=sys.stderr)
+            continue
+        output = folder / name
+        paths = [str(path.resolve()) for path in files]
+        command = [sys.executable, "-c", program, str(tokenizer), str(output), str(arguments.num_workers), *paths]
+        measured[name] = measure(command, output, {"HF_DATASETS_CACHE": f"{folder}/cache"})
+    return measured
 
 
-def alone(arguments: argparse.Namespace, files: Sequence[Path], engine: str, tokenizer: Path) -> float:
+def alone(files: Sequence[Path], engine: str, tokenizer: Path) -> float:
     """Return the MB of text per CPU second of an engine by itself."""
-    command = [sys.executable, "-c", _ALONE, engine, str(tokenizer), str(arguments.limit_documents), *map(str, files)]
+    command = [sys.executable, "-c", _ALONE, engine, str(tokenizer), *map(str, files)]
     threads = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
     return float(subprocess.run(command, env=os.environ | threads, check=True, capture_output=True, text=True).stdout)
 
@@ -220,23 +244,33 @@ def pss_bytes(pid: int) -> int:
     return 0
 
 
-def rows_of(name: str, text_bytes: int, ours: Measured, peer: Measured | None) -> list[Row]:
-    def row(suffix: str, unit: str, value: float, peer_value: float | None) -> Row:
-        label = None if peer is None else "datasets.map"
-        return Row(name=f"preprocess/{name}{suffix}", value=value, unit=unit, peer=label, peer_value=peer_value)
+def row(name: str, unit: str, value: float, peer: str | None = None, peer_value: float | None = None) -> Row:
+    return Row(name=f"preprocess/{name}", value=value, unit=unit, peer=peer, peer_value=peer_value)
 
-    return [
-        row(
-            "",
-            "MB of text per CPU second",
-            text_bytes / MB / ours.cpu_seconds,
-            None if peer is None else text_bytes / MB / peer.cpu_seconds,
-        ),
-        row("/cpu", "CPU seconds", ours.cpu_seconds, None if peer is None else peer.cpu_seconds),
-        row("/wall", "seconds", ours.wall_seconds, None if peer is None else peer.wall_seconds),
-        row("/memory", "MB of peak PSS", ours.peak_pss_bytes / MB, None if peer is None else peer.peak_pss_bytes / MB),
-        row("/output", "MB", ours.output_bytes / MB, None if peer is None else peer.output_bytes / MB),
+
+def rows_of(name: str, text_bytes: int, ours: Measured, peers: Mapping[str, Measured]) -> list[Row]:
+    """Return what a whole build costs, beside the peer that takes the fewest CPU seconds."""
+    best = min(peers, key=lambda peer: peers[peer].cpu_seconds, default=None)
+    figures: list[tuple[str, str, Callable[[Measured], float]]] = [
+        ("", SPEED, lambda cost: cost.speed(text_bytes)),
+        ("/cpu", "CPU seconds", lambda cost: cost.cpu_seconds),
+        ("/wall", "seconds", lambda cost: cost.wall_seconds),
+        ("/memory", "MB of peak PSS", lambda cost: cost.peak_pss_bytes / MB),
+        ("/output", "MB", lambda cost: cost.output_bytes / MB),
     ]
+    return [
+        row(name + suffix, unit, figure(ours), best, None if best is None else figure(peers[best]))
+        for suffix, unit, figure in figures
+    ]
+
+
+def rows_of_start(name: str, first_bytes: int, first: Measured, text_bytes: int, whole: Measured) -> list[Row]:
+    """Return what the build of the first file costs, and the speed of what the whole build did beyond it."""
+    rows = [row(f"{name}/first_file", "CPU seconds", first.cpu_seconds)]
+    if text_bytes > first_bytes and whole.cpu_seconds > first.cpu_seconds:
+        speed = (text_bytes - first_bytes) / MB / (whole.cpu_seconds - first.cpu_seconds)
+        rows.append(row(f"{name}/past_start", SPEED, speed))
+    return rows
 
 
 def show(rows: Sequence[Row], *, as_json: bool) -> None:
