@@ -1,6 +1,6 @@
 """Whole builds, start-up included, against `datasets.map` and datatrove: MB of text per CPU second, memory, output.
 
-    python tools/bench_preprocess.py --data FOLDER --tokenizers tok/gpt2 tok/qwen3 [--engines auto hf] [--json]
+    python tools/bench_preprocess.py [--data FOLDER] [--tokenizers tok/gpt2 tok/qwen3] [--engines auto hf] [--json]
 
 `preprocess/<tokenizer>` is the first of --engines, others stand behind an @. The build of the first file that comes
 before each pays the engine's once-only check and is `/first_file`; `/past_start` is what the whole build has more of
@@ -139,8 +139,15 @@ def main() -> None:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True, help="folder of parquet files with the column text")
-    parser.add_argument("--tokenizers", type=Path, nargs="+", required=True, help="tokenizer folders")
+    real = Path(os.environ.get("FLAME_SHARED_DATA", Path(__file__).parents[2] / "shared" / "data"))
+    data = next((real / name for name in ("web_large", "web_sample") if (real / name).is_dir()), None)
+    tokenizers = sorted(path.parent for path in real.glob("tokenizers/*/tokenizer.json"))
+    parser.add_argument(
+        "--data", type=Path, default=data, required=data is None, help="folder of parquet files with a column text"
+    )
+    parser.add_argument(
+        "--tokenizers", type=Path, nargs="+", default=tokenizers, required=not tokenizers, help="tokenizer folders"
+    )
     parser.add_argument("--num_workers", type=int, default=2)
     parser.add_argument("--engines", nargs="+", default=["auto"], help="auto, gigatoken, fastokens, hf")
     parser.add_argument("--no_peer", dest="peer", action="store_false", help="do not run others beside it")
