@@ -40,6 +40,13 @@ def test_a_damaged_file_is_as_good_as_none(cache: Path, content: bytes) -> None:
     assert read_kept([cache / "thing.json"], KEY) is None
 
 
+def test_a_value_in_which_a_digit_flipped_is_as_good_as_none(cache: Path) -> None:
+    path = user_cache("thing", KEY)
+    keep(path, KEY, {"eos_id": 12345})
+    path.write_bytes(path.read_bytes().replace(b"12345", b"12346"))
+    assert read_kept([path], KEY) is None
+
+
 def test_a_folder_that_cannot_be_written_is_passed_over() -> None:
     keep(Path("/proc/none/thing.json"), KEY, {"value": 1})
 
