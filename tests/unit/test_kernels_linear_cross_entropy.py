@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flame.kernels import reference
-from flame.kernels.linear_cross_entropy import chunked_losses, linear_cross_entropy
+from flame.kernels.linear_cross_entropy import OPERATOR, chunked_losses, linear_cross_entropy
 from flame.kernels.loss_rows import LossTerms, RowStatistics, row_statistics, torch_losses
 
 SMALLEST_CHUNK = 1  # bytes: a chunk is never less than 128 tokens
@@ -212,6 +212,13 @@ def test_a_compiled_caller_holds_it_in_its_graph() -> None:
         torch.testing.assert_close(ours, expected)
 
 
+def test_the_operator_is_what_it_says_it_is() -> None:
+    hidden, weight, labels, _ = make_inputs(20, dtype=torch.float32)
+    arguments = (hidden, weight, None, labels, -100, 0.0, 0.0, 0.0, "torch", 128, [True, True, False])
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(OPERATOR, arguments, test_utils=checks)
+
+
 def test_there_is_no_second_gradient_and_none_of_a_tokens_loss() -> None:
     hidden, weight, labels, _ = make_inputs(150)
     loss, _, losses = linear_cross_entropy(hidden, weight, labels)
@@ -223,7 +230,7 @@ def test_there_is_no_second_gradient_and_none_of_a_tokens_loss() -> None:
 IN_INTERPRETER = """
 import torch
 from flame.kernels import loss_rows_triton
-from flame.kernels.linear_cross_entropy import chunked_losses, linear_cross_entropy
+from flame.kernels.linear_cross_entropy import OPERATOR, chunked_losses, linear_cross_entropy
 from flame.kernels.loss_rows import LossTerms, RowStatistics, row_statistics, torch_losses
 from flame.kernels.loss_rows import LossTerms, torch_losses
 from flame.kernels.loss_rows_triton import triton_losses
