@@ -22,7 +22,7 @@ from flame.preprocess.records import damaged
 from flame.preprocess.seal import seal
 from flame.preprocess.task_settings import docs_schema
 from flame.preprocess.tokenizer import TokenizerSpec, read_tokenizer
-from flame.shards.format import MANIFEST, TOKENIZER_FOLDER
+from flame.shards.format import MANIFEST, REJECTS_FOLDER, TOKENIZER_FOLDER
 from flame.shards.manifest import Manifest, read_manifest
 
 _NEEDED_NO_MORE = (VAL_PARTS, COPIES, HASHES, CLAIMS)
@@ -143,6 +143,8 @@ def summary(corpus: Path, manifest: Manifest, *, num_tokens: int, seconds: float
     refused = sum(manifest.rejects.values())
     lines = [f"built {corpus}", f"  documents  {written + refused:,} read, {written:,} written, {refused:,} refused"]
     lines += [f"  refused    {number:,} {reason}" for reason, number in manifest.rejects.items()]
+    if (corpus / REJECTS_FOLDER).is_dir():
+        lines.append(f"  shown      what was malformed, and where: {corpus / REJECTS_FOLDER}")
     repaired = manifest.inputs["repaired"]
     lines += [f"  repaired   {number:,} {reason}" for reason, number in repaired.items()]
     for name, split in manifest.splits.items():

@@ -87,6 +87,7 @@ def test_such_documents_are_left_out_and_counted_where_that_is_wanted(work: Path
     result = run_build(work / "raw", tmp_path / "out", work / "tok", env=env, engine="hf", on_error="skip", **OPTIONS)
     assert result.returncode == 0, result.stderr
     assert "3 engine_crash" in result.stdout
+    assert f"what was malformed, and where: {tmp_path}/out/rejects" in result.stdout
     found = {
         (Path(sample["source_file"]).name, sample["row"], sample["reason"]) for sample in samples(tmp_path / "out")
     }
