@@ -16,9 +16,10 @@ from flame.train.checkpoint import load_checkpoint
 from flame.train.checkpoint_files import open_checkpoint
 from flame.train.distributed import World
 from flame.train.model import CausalLMLoss, build_model
-from flame.train.optimizer import build_optimizer, clip_and_scale
+from flame.train.optimizer import JoinedOptimizer, build_optimizer, clip_and_scale
 from flame.train.options import OptimizerOptions
 from flame.train.parallelize import parallelize, reduce_gradients
+from flame.train.update import UpdateInBackward
 from tests.ranks import on_ranks
 from tests.tiny_states import differences, one_rank, save, update, whole_state
 from tests.unit.test_model import make_config, packed_batch
@@ -31,22 +32,38 @@ BATCHES = [packed_batch(lengths, seed=seed) for seed, lengths in enumerate(([7, 
 NUM_LABELS = sum(int((batch["labels"] != -100).sum()) for batch in BATCHES)
 
 
-def make(world: World, layout: tuple[int, int], name: str, *, seed: int) -> tuple[CausalLMLoss, Optimizer]:
+def make(
+    world: World, layout: tuple[int, int], name: str, *, seed: int, **options: Any
+) -> tuple[CausalLMLoss, Optimizer]:
     """A model whose matrices have rows that four ranks cannot share evenly, and its optimizer."""
     config = make_config("llama", intermediate_size=27, vocab_size=101, num_hidden_layers=2)
     module = build_model(config, seed=seed, rank=world.rank, device=CPU, dtype=torch.float32, varlen=True)
     mesh = init_device_mesh("cpu", layout, mesh_dim_names=("dp_replicate", "dp_shard"))
     parallelize(module, mesh, device=CPU, param_dtype=torch.float32)
-    return module, build_optimizer(module.model, OptimizerOptions(name=name, lr=0.01), CPU)
+    return module, build_optimizer(module.model, OptimizerOptions(name=name, lr=0.01, **options), CPU)
 
 
-def train(module: CausalLMLoss, optimizer: Optimizer, batches: list[dict[str, Any]]) -> dict[str, Tensor]:
+def train(
+    module: CausalLMLoss, optimizer: Optimizer, batches: list[dict[str, Any]], max_norm: float | None = 1.0
+) -> dict[str, Tensor]:
     """Take a step over these micro-batches of a rank; returns the weights and the gradient's norm."""
     for index, batch in enumerate(batches):
         reduce_gradients(module, index == len(batches) - 1)
         module(**batch)[0].backward()
-    norm = clip_and_scale(list(module.parameters()), 1 / NUM_LABELS, 1.0)
+    norm = clip_and_scale(list(module.parameters()), 1 / NUM_LABELS, max_norm)
     optimizer.step()
+    return {"norm": norm, **whole_state(module.model, None)}
+
+
+def train_in_backward(world: World, layout: tuple[int, int], batch: dict[str, Any]) -> dict[str, Tensor]:
+    """Take a step that updates weights in backward; returns the weights and the gradient's norm."""
+    module, optimizer = make(world, layout, "AdamW", seed=1, early_step_in_backward=True)
+    assert isinstance(optimizer, JoinedOptimizer)
+    step = UpdateInBackward(optimizer, before_update=lambda: None)
+    step.begin(NUM_LABELS)
+    module(**batch)[0].backward()
+    norm, skipped = step.finish()
+    assert not skipped and all(parameter.grad is None for parameter in module.parameters())
     return {"norm": norm, **whole_state(module.model, None)}
 
 
@@ -75,6 +92,9 @@ def on_four(world: World, folder: Path) -> None:
             once = {"reduce_scatter": shards > 1, "all_reduce": replicas > 1}
             num_groups = len(module.blocks()) + 1
             assert reductions.counts == {kind: num_groups for kind, needed in once.items() if needed}, layout
+    for layout in LAYOUTS:
+        result = train_in_backward(world, layout, BATCHES[world.rank])
+        torch.testing.assert_close(result, torch.load(folder / "in-backward.pt"), rtol=1e-6, atol=1e-6)
 
 
 class Reductions(TorchDispatchMode):
@@ -104,6 +124,8 @@ def test_what_four_ranks_do_in_any_layout_is_what_one_does(tmp_path: Path) -> No
             update(module.model, optimizer, seed=2)
             updated = whole_state(module.model, optimizer)
             torch.save((before, updated, train(module, optimizer, BATCHES)), tmp_path / f"{name}.pt")
+        module, optimizer = make(world, (1, 1), "AdamW", seed=1)
+        torch.save(train(module, optimizer, BATCHES[:4], max_norm=None), tmp_path / "in-backward.pt")
     on_ranks(4, on_four, tmp_path)
     with one_rank() as world:
         for name in OPTIMIZERS:
