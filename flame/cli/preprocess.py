@@ -13,6 +13,7 @@ from flame.preprocess.config import BuildOptions
 from flame.preprocess.convert_config import ConvertOptions
 from flame.preprocess.decode import DecodeOptions, decode
 from flame.preprocess.inspect import InspectOptions, inspect
+from flame.preprocess.pack import PackOptions, pack
 from flame.preprocess.stats import StatsOptions, stats
 from flame.preprocess.verify import VerifyOptions, verify
 from flame.program import Command, run_program
@@ -53,6 +54,13 @@ COMMANDS = (
         run=stats,
     ),
     Command(name="decode", options=DecodeOptions, help="Print documents of a corpus as text.", run=decode),
+    Command(
+        name="pack",
+        options=PackOptions,
+        help="Pack documents for one length, so that none that fits is ever cut: an index beside the corpus, and what "
+        "it spares.",
+        run=pack,
+    ),
     Command(
         name="convert",
         options=ConvertOptions,

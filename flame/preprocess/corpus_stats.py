@@ -124,7 +124,7 @@ def _counted(jobs: Sequence[ShardJob], num_workers: int | None) -> Iterator[Shar
         ahead = 0
         for job in jobs:
             while pool is not None and ahead < len(jobs) and len(waiting) < 2 * workers:
-                with _interrupts_ignored():  # a process may be started here
+                with interrupts_ignored():  # a process may be started here
                     waiting.append(pool.submit(count_shard, jobs[ahead]))
                 ahead += 1
             yield count_shard(job) if pool is None else _result(waiting.popleft(), job)
@@ -132,7 +132,7 @@ def _counted(jobs: Sequence[ShardJob], num_workers: int | None) -> Iterator[Shar
 
 
 @contextlib.contextmanager
-def _interrupts_ignored() -> Iterator[None]:
+def interrupts_ignored() -> Iterator[None]:
     """Let a process that is started in here ignore Ctrl-C: this one takes it, and ends the others."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:

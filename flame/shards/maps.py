@@ -66,8 +66,8 @@ def map_shard(files: ShardFiles) -> MappedShard:
     A shard that was damaged before this is an error with a name, never a SIGBUS. Cost: two opens, two pages read.
     """
     info = files.info
-    tokens = _map_values(files.tokens_path, TOKEN_DTYPE, info.num_tokens, "tokens")
-    ends = _map_values(files.ends_path, END_DTYPE, info.num_documents, "document ends")
+    tokens = map_values(files.tokens_path, TOKEN_DTYPE, info.num_tokens, "tokens")
+    ends = map_values(files.ends_path, END_DTYPE, info.num_documents, "document ends")
     first, last = int(ends[0]), int(ends[-1])
     if first == 0 or last != info.num_tokens:
         raise CorpusError(
@@ -95,7 +95,8 @@ def check_sizes(files: ShardFiles) -> None:
             raise wrong_size(path, size_bytes, expected_bytes)
 
 
-def _map_values(path: Path, dtype: np.dtype[np.unsignedinteger], length: int, what: str) -> NDArray[np.unsignedinteger]:
+def map_values(path: Path, dtype: np.dtype[np.unsignedinteger], length: int, what: str) -> NDArray[np.unsignedinteger]:
+    """Map the values of a `.npy` file of ours; `CorpusError` unless it holds `length` of them. `what` names them."""
     size_bytes = HEADER_BYTES + length * dtype.itemsize
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
