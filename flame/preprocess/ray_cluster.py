@@ -38,7 +38,7 @@ class RayExecutor:
         self._running: dict[Any, Task] = {}
 
     def __enter__(self) -> RayExecutor:
-        self._ray = _connect()
+        self._ray, self._connected = _connect()
         self.num_workers = self.num_workers or max(int(self._ray.cluster_resources().get("CPU", 1)), 1)
         self._reference = self._ray.put(self._request)
         remote = self._ray.remote(num_cpus=1, max_retries=0)
@@ -51,7 +51,8 @@ class RayExecutor:
         for reference in self._running:
             self._ray.cancel(reference, force=True)
         self._ray.wait(list(self._running), num_returns=len(self._running), timeout=60) if self._running else None
-        self._ray.shutdown()
+        if self._connected:
+            self._ray.shutdown()
 
     def wait_until_loaded(self) -> Loaded:
         """Block until a node has loaded the tokenizer; raises the error if it cannot be."""
@@ -100,7 +101,8 @@ def _claiming(settings: Settings) -> Settings:
     return dataclasses.replace(settings, claims=True)
 
 
-def _connect() -> Any:
+def _connect() -> tuple[Any, bool]:
+    """Return Ray, and whether this call connected it: what did not, leaves it to who did to disconnect."""
     try:
         import ray
     except ImportError as error:
@@ -109,6 +111,8 @@ def _connect() -> Any:
             got="no module named ray",
             fix="pip install 'flame[ray]', here and on the nodes of the cluster",
         ) from error
+    if ray.is_initialized():
+        return ray, False
     try:
         ray.init(address="auto", logging_level=logging.ERROR, log_to_driver=False)
     except (ConnectionError, ValueError, RuntimeError) as error:
@@ -118,7 +122,7 @@ def _connect() -> Any:
             got=" ".join(str(error).split())[:200],
             fix="Set RAY_ADDRESS to the cluster's address (HOST:6379), or start one: ray start --head",
         ) from error
-    return ray
+    return ray, True
 
 
 def _value(answer: Any, kind: type) -> Any:
