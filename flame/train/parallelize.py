@@ -61,8 +61,8 @@ def parallelize(
         ),
     }
     if cpu_offload:
-        if device.type == "cpu":
-            log.info("training.enable_cpu_offload: shards lie in host memory anyway")
+        anyway = " anyway" if device.type == "cpu" else ""
+        log.info("training.enable_cpu_offload: shards, gradients and moments lie in host memory%s", anyway)
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
     for index, block in enumerate(blocks):
         last = index == len(blocks) - 1
