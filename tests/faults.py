@@ -84,9 +84,9 @@ def install(plan_json: str) -> None:
 
 def note_samples(patch: pytest.MonkeyPatch, path: Path) -> None:
     """Append a line for every step that this rank trains: samples consumed by then, its own, and ids by micro-step."""
-    from flame.train import loop
+    from flame.train import step
 
-    backward = loop._backward
+    backward = step.backward
 
     def noted(module: Any, batch: Any, *others: Any) -> Any:
         ids = [micro.input_ids.flatten().tolist() for micro in batch.micro_batches]
@@ -94,7 +94,7 @@ def note_samples(patch: pytest.MonkeyPatch, path: Path) -> None:
             file.write(json.dumps([batch.consumed_samples, batch.samples.tolist(), ids]) + "\n")
         return backward(module, batch, *others)
 
-    patch.setattr(loop, "_backward", noted)
+    patch.setattr(step, "backward", noted)
 
 
 def poison_loss(patch: pytest.MonkeyPatch, steps: Sequence[int]) -> None:

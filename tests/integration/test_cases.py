@@ -31,6 +31,7 @@ from flame.sampling.packing import pack
 from flame.shards.manifest import read_manifest
 from flame.shards.reader import Corpus
 from flame.train import loop
+from flame.train import step as training_step
 from flame.train.__main__ import main as flame_train
 from flame.train.loader import to_device
 from flame.train.parallelize import reshard
@@ -341,7 +342,7 @@ def test_a_forward_in_training_is_the_exported_models_on_each_sequence_alone(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: dict[str, Any] = {}
-    finish = loop._finish
+    finish = loop.finish
 
     def look(prepared: Any, *rest: Any) -> None:
         batch = pack(prepared.sampler, prepared.data.splits, np.arange(4), prepared.geometry)
@@ -353,7 +354,7 @@ def test_a_forward_in_training_is_the_exported_models_on_each_sequence_alone(
         seen.update(batch=batch, loss=float(loss))
         finish(prepared, *rest)
 
-    monkeypatch.setattr(loop, "_finish", look)
+    monkeypatch.setattr(loop, "finish", look)
     rows = {"training__batch_size": 2, "training__seq_len": 256, "training__context_len": 48}
     assert flame_train(arguments(folder, tmp_path / "run", **(SHORT | rows), checkpoint__export_hf="true")) == 0
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "run/hf", dtype=torch.float32)
@@ -417,14 +418,14 @@ def test_the_learning_rate_is_the_closed_form_at_every_step_whatever_was_changed
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, starts: list[tuple[Any, ...]]
 ) -> None:
     used: list[tuple[float, dict[str, float]]] = []
-    apply = loop.apply_hyperparameters
+    apply = training_step.apply_hyperparameters
 
     def noted(optimizer: torch.optim.Optimizer, *rest: Any) -> None:
         apply(optimizer, *rest)
         groups = optimizer.param_groups
         used.append((groups[0]["lr"], {group["name"]: group["weight_decay"] for group in groups}))
 
-    monkeypatch.setattr(loop, "apply_hyperparameters", noted)
+    monkeypatch.setattr(training_step, "apply_hyperparameters", noted)
     monkeypatch.setattr("os.fsync", lambda descriptor: None)  # no power cut comes here
     run, expected, steps_used = tmp_path / "run", [], []
     for number, (first, warmup, decay, steps, lr, weight_decay) in enumerate(starts):

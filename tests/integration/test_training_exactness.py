@@ -11,6 +11,7 @@ import torch
 
 from flame.errors import TrainingError
 from flame.train import loop
+from flame.train import step as training_step
 from flame.train.__main__ import main
 from flame.train.config import parse_train_config
 from tests.faults import in_ranks, note_samples, samples_trained, signal_before_step
@@ -136,7 +137,7 @@ def test_another_global_batch_draws_on_from_the_same_sample(folder: Path, tmp_pa
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[int]]:
     """Steps, counted from 1 in this process, whose gradients are made not finite."""
     steps: set[int] = set()
-    original = loop._backward
+    original = training_step.backward
     calls = 0
 
     def backward(module: Any, batch: Any, *others: Any) -> torch.Tensor:
@@ -148,7 +149,7 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[int]]:
             parameter.grad.to_local().view(-1)[0] = float("nan") if calls % 2 else float("inf")
         return loss
 
-    monkeypatch.setattr(loop, "_backward", backward)
+    monkeypatch.setattr(training_step, "backward", backward)
     yield steps
 
 

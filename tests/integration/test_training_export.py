@@ -29,7 +29,7 @@ def test_the_exported_model_is_the_trained_one(
     (folder / "llama.json").write_text(json.dumps(shape))
     window = Corpus.open(folder / "web").split("val").read(0, 96).astype("int64")
     trained: list[torch.Tensor] = []
-    finish = loop._finish
+    finish = loop.finish
 
     def look(prepared: Run, *rest: object) -> None:
         prepared.module.unshard()  # type: ignore[operator]  # what its own forward would do first
@@ -37,7 +37,7 @@ def test_the_exported_model_is_the_trained_one(
             trained.append(prepared.module.model(torch.from_numpy(window)[None]).logits.float())
         finish(prepared, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(loop, "_finish", look)
+    monkeypatch.setattr(loop, "finish", look)
     argv = arguments(folder, run, training__steps=8, checkpoint__export_hf="true", optimizer__lr=0.01)
     assert loop.train(parse_train_config(argv)) == 0
     command = [sys.executable, "-m", "flame.cli.export", "hf", "--checkpoint", str(run / "checkpoint" / "step-8")]

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from flame.sampling.sampler import num_windows
 from flame.shards.reader import Corpus
-from flame.train import loop
+from flame.train import step
 from flame.train.__main__ import main
 from tests.builds import build_here, some_texts, texts_of, write_jsonl
 from tests.corpora import make_corpus
@@ -126,14 +126,14 @@ def test_no_held_out_document_is_trained_on_over_epochs_and_resumes(
     (tmp_path / "llama.json").write_text(json.dumps(LLAMA))
     tokenizer = Tokenizer.from_file(str(tmp_path / "web/tokenizer/tokenizer.json"))
     seen: dict[bool, set[str]] = {True: set(), False: set()}
-    forward = loop.CausalLMLoss.forward
+    forward = step.CausalLMLoss.forward
 
     def noted(module: Any, input_ids: Any, *others: Any) -> Any:
         windows = tokenizer.decode_batch(input_ids.reshape(-1, 128).tolist())  # names that a window cuts are left out
         seen[module.training].update(name for window in windows for name in re.findall(r"m\d{4}", window))
         return forward(module, input_ids, *others)
 
-    monkeypatch.setattr(loop.CausalLMLoss, "forward", noted)
+    monkeypatch.setattr(step.CausalLMLoss, "forward", noted)
     options: dict[str, Any] = {
         "training__dataset": tmp_path / "web",
         "training__data_probs": "1.0",
