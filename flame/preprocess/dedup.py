@@ -33,6 +33,7 @@ from flame.preprocess.texts import Documents
 RECORD = np.dtype([("high", "<u8"), ("low", "<u8"), ("row", "<u8"), ("place", "<u8"), ("file", "<u4")])
 RUN_RECORDS = 2**20
 SLICE_RECORDS = 2**19
+MOST_READS = 2**10  # of a run: of tens of thousands each is a read of a shared disk
 SLICES = 2**12  # by the hash's first bits: as fine as what is read at a time can be
 WAITING_PLACES = 2**20
 _NAME = "task-{:05d}"
@@ -206,7 +207,8 @@ class _Run:
 def merge(folder: Path, tasks: Sequence[int], target: Path) -> int:
     """Write into `target`, whole or not at all, the places of all copies, a file a task; returns their number.
 
-    Memory: some times `SLICE_RECORDS`, or the records of one slice of `SLICES` (from some 10^9 on), and 16 KB a run.
+    Memory: some times `SLICE_RECORDS`, or a part in `MOST_READS` of all records (from 5·10^8 on; 2 GB of 15·10^9), and
+    16 KB a run.
     """
     temporary = temporary_path(target)
     remove_tree(temporary)
@@ -247,14 +249,15 @@ def _find_runs(folder: Path, tasks: Sequence[int]) -> list[_Run]:
 
 
 def _slices(runs: Sequence[_Run]) -> Iterator[tuple[NDArray[np.int32], NDArray[np.void]]]:
-    """Yield the task and the record of all documents, every text's together, about `SLICE_RECORDS` at a time."""
+    """Yield the task and the record of all documents, every text's together, as many at a time as `merge` says."""
     if not runs:
         return
     ends = np.cumsum(sum(np.diff(run.slices.astype(np.int64)) for run in runs))
+    at_once = max(SLICE_RECORDS, int(ends[-1]) // MOST_READS)
     first = 0
     while first < SLICES:
         before = int(ends[first - 1]) if first else 0
-        last = max(int(np.searchsorted(ends, before + SLICE_RECORDS, side="right")), first + 1)
+        last = max(int(np.searchsorted(ends, before + at_once, side="right")), first + 1)
         parts = [run.read(first, last) for run in runs]
         numbers = np.repeat(np.array([run.task for run in runs], np.int32), [len(part) for part in parts])
         yield numbers, np.concatenate(parts)

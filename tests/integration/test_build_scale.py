@@ -171,6 +171,22 @@ def test_a_share_that_is_to_be_tokenized_too_early_is_told_which_to_hash(
     assert same_corpus(output, work / "expected-deduplicated"), "without a share a build does the rest"
 
 
+def test_copies_that_a_killed_process_did_not_tell_are_told_by_the_next(
+    work: Path, copies: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*arguments: Any) -> int:
+        raise KeyboardInterrupt
+
+    output = tmp_path / "out"
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("flame.preprocess.dedup_pass.merge", killed)
+        run_here(patch, copies, output, "0/1", hash_only=True)
+    assert not (output / COPIES).exists()
+    assert run_here(monkeypatch, copies, output, "0/1") == 0
+    assert seal(output) == 0
+    assert same_corpus(output, work / "expected-deduplicated")
+
+
 def test_shares_that_race_or_are_killed_leave_out_the_same_copies(
     work: Path, copies: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
