@@ -3,8 +3,8 @@
     python tools/bench_plan.py                          100,000 parquet files, 60 TB of text: some 15·10^12 tokens
     python tools/bench_plan.py --files 1000 --terabytes 0.6 --json
 
-Each line is measured in this process; memory is the highest that was resident until then. Shards are files without
-content that are as long as real ones (they take no room), one a task.
+Each line is measured in this process, in seconds of its CPU; memory is the highest that was resident until then. Shards
+are files without content that are as long as real ones (they take no room), one a task.
 """
 
 from __future__ import annotations
@@ -66,15 +66,15 @@ def rows(corpus: Path, num_files: int, text_bytes: int) -> Iterator[tuple[str, f
     yield "files", num_files, ""
     yield "tokens", text_bytes / BYTES_A_TOKEN / 1e12, "T"
     seconds, plan = make_plan(num_files, text_bytes)
-    yield "cut into pieces and tasks", seconds, "s"
+    yield "cut into pieces and tasks", seconds, "CPU s"
     yield "pieces", sum(len(task.pieces) for task in plan.tasks), ""
     yield "tasks", plan.num_tasks, ""
     yield "memory of the planner", memory_mb(), "MB"
     seconds, pieces = timed(lambda: write_pieces(corpus, plan))
-    yield "write the pieces for array jobs", seconds, "s"
+    yield "write the pieces for array jobs", seconds, "CPU s"
     yield "pieces.parquet", size_mb(corpus / PIECES), "MB"
     planned = dataclasses.replace(plan, pieces=pieces)
-    yield "write plan.json", timed(lambda: write_plan(corpus, planned))[0], "s"
+    yield "write plan.json", timed(lambda: write_plan(corpus, planned))[0], "CPU s"
     yield "plan.json", size_mb(corpus / PLAN), "MB"
 
     def read_share() -> Plan:
@@ -85,17 +85,17 @@ def rows(corpus: Path, num_files: int, text_bytes: int) -> Iterator[tuple[str, f
         return found
 
     seconds, plan = timed(read_share)
-    yield f"read the plan, and one of {RANGES} shares", seconds, "s"
+    yield f"read the plan, and one of {RANGES} shares", seconds, "CPU s"
     seconds, _ = timed(lambda: make_receipts(corpus, plan))
-    yield "(make up receipts and shards)", seconds, "s"
+    yield "(make up receipts and shards)", seconds, "CPU s"
     seconds, receipts = timed(lambda: read_receipts(corpus, plan.digest))
     assert len(receipts) == plan.num_tasks
-    yield "read all receipts, as a continued build does", seconds, "s"
+    yield "read all receipts, as a continued build does", seconds, "CPU s"
     yield "receipts", sum(path.stat().st_size for path in (corpus / TASKS).iterdir()) / 1e6, "MB"
-    yield "sweep what no receipt names", timed(lambda: remove_strays(corpus, receipts.values()))[0], "s"
-    yield "seal", timed(lambda: seal_all(corpus, receipts))[0], "s"
+    yield "sweep what no receipt names", timed(lambda: remove_strays(corpus, receipts.values()))[0], "CPU s"
+    yield "seal", timed(lambda: seal_all(corpus, receipts))[0], "CPU s"
     yield "manifest.json", size_mb(corpus / MANIFEST), "MB"
-    yield "open the manifest, as a training run does", timed(lambda: read_manifest(corpus))[0], "s"
+    yield "open the manifest, as a training run does", timed(lambda: read_manifest(corpus))[0], "CPU s"
     yield "memory, highest", memory_mb(), "MB"
     assert not list(corpus.rglob(f"*{TEMPORARY_SUFFIX}"))
 
@@ -189,9 +189,10 @@ def seal_all(corpus: Path, receipts: dict[int, dict[str, Any]]) -> None:
 
 
 def timed(function: Callable[[], T]) -> tuple[float, T]:
-    started = time.perf_counter()
+    """Return how long this process computed, whatever else the machine did, and the result."""
+    started = time.process_time()
     value = function()
-    return time.perf_counter() - started, value
+    return time.process_time() - started, value
 
 
 def memory_mb() -> float:
