@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -30,13 +31,15 @@ def in_ranks(
     stop_before: int | None = None,
     hold_saves: bool = False,
     not_finite: Sequence[int] = (),
+    hang_in: int | None = None,
 ) -> dict[str, str]:
     """The environment of ranks that write what they do into `folder`.
 
     `hold_start`: each rank waits, before it imports anything, until somebody opens `rank-N.fifo` for writing.
     `stop_before`: the last rank sends itself SIGTERM when it takes the batch of that step. `hold_saves`: before its
     part of a checkpoint, each rank makes `rank-N.saving` and waits until somebody opens `rank-N.fifo` for writing.
-    `not_finite`: the steps in which the last rank's loss is NaN (odd steps) or infinite.
+    `not_finite`: the steps in which the last rank's loss is NaN (odd steps) or infinite. `hang_in`: the last rank never
+    comes back from the backward of that step of its start.
     """
     from tests.runs import PROJECT
 
@@ -49,6 +52,7 @@ def in_ranks(
         "stop_before": stop_before,
         "hold_saves": hold_saves,
         "not_finite": [*not_finite],
+        "hang_in": hang_in,
     }
     return {"PYTHONPATH": f"{site}:{PROJECT}", "FLAME_FAULTS": json.dumps(plan)}
 
@@ -69,6 +73,8 @@ def install(plan_json: str) -> None:
         poison_loss(patch, plan["not_finite"])
         if plan["stop_before"] is not None:
             signal_before_step(patch, plan["stop_before"])
+        if plan["hang_in"] is not None:
+            hang_in_backward(patch, plan["hang_in"])
     if plan["hold_saves"]:
         write = checkpoint._write_tensors
 
@@ -95,6 +101,22 @@ def note_samples(patch: pytest.MonkeyPatch, path: Path) -> None:
         return backward(module, batch, *others)
 
     patch.setattr(step, "backward", noted)
+
+
+def hang_in_backward(patch: pytest.MonkeyPatch, step: int) -> None:
+    """Make this rank stay for ever in the backward of this step of its start."""
+    from flame.train import step as training_step
+
+    backward, calls = training_step.backward, 0
+
+    def sleep_for_ever(*arguments: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        while calls == step:
+            time.sleep(3600)
+        return backward(*arguments)
+
+    patch.setattr(training_step, "backward", sleep_for_ever)
 
 
 def poison_loss(patch: pytest.MonkeyPatch, steps: Sequence[int]) -> None:

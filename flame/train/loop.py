@@ -34,6 +34,7 @@ from flame.train.signals import StopRequest
 from flame.train.step import count_flops, make_update, refuse_nan, train_step
 from flame.train.step_log import StepLog
 from flame.train.validation import validate
+from flame.train.watchdog import INIT_TIMEOUT, SHUTDOWN_TIMEOUT, TRAIN_TIMEOUT, Watchdog
 
 MAX_SKIPPED_IN_A_ROW = 100
 
@@ -57,7 +58,7 @@ def train(config: TrainConfig, argv: Sequence[str] = ()) -> int:
             log.info("resolved configuration:\n%s", to_toml(config))
         if config.job.use_for_integration_test:
             log.info("job.use_for_integration_test has no effect")
-        with _alone_in(config.job.dump_folder, world):
+        with _alone_in(config.job.dump_folder, world), _watched(config, world) as watchdog:
             run = prepare(config, world, argv)
             if config.checkpoint.create_seed_checkpoint:
                 return save_seed(run)
@@ -70,10 +71,16 @@ def train(config: TrainConfig, argv: Sequence[str] = ()) -> int:
                 config=flatten(config),
             )
             with open_loggers(logged) as log_elsewhere:
-                return run_steps(run, stop, began, log_elsewhere)
+                return run_steps(run, stop, began, watchdog, log_elsewhere)
 
 
-def run_steps(run: Run, stop: StopRequest, began: float, log_elsewhere: Callable[[Mapping[str, Any]], None]) -> int:
+def run_steps(
+    run: Run,
+    stop: StopRequest,
+    began: float,
+    watchdog: Watchdog,
+    log_elsewhere: Callable[[Mapping[str, Any]], None],
+) -> int:
     """Train from `run.state` to the last step, or until a stop is asked for; `began` is when the process started.
 
     `log_elsewhere` is given every line of metrics.jsonl.
@@ -93,9 +100,11 @@ def run_steps(run: Run, stop: StopRequest, began: float, log_elsewhere: Callable
         contextlib.closing(loader),
         contextlib.closing(saver),
         live_line_erased(),
+        watchdog.explaining(),
     ):
         while state.step < total_steps:
             step = state.step + 1
+            watchdog.begin(f"step {step}", INIT_TIMEOUT if step == first_step else TRAIN_TIMEOUT)
             batch = next(loader)
             agreed = _agree(run, batch, stop, saver)
             if agreed.stops:
@@ -126,12 +135,14 @@ def run_steps(run: Run, stop: StopRequest, began: float, log_elsewhere: Callable
                 set_collective_timeout(world, config.comm.train_timeout_seconds)
                 log.info("first step done %.1f s after the start", time.monotonic() - began)
             if due.saves:
+                watchdog.begin(f"the save of step {step}", SHUTDOWN_TIMEOUT)
                 with step_log.clock.paused():
                     saver.save(state, wait=step == total_steps, weights_only=due.weights_only)
             saver.poll()
             if step % config.training.gc_freq == 0:
                 gc.collect(1)
 
+        watchdog.begin("the end", SHUTDOWN_TIMEOUT)
         if stopped and config.checkpoint.enable_checkpoint and state.step > 0:
             saver.save(state, wait=True)
 
@@ -294,6 +305,19 @@ def _alone_in(folder: Path, world: World) -> Iterator[None]:
             error = caught
         raise_together(error, world, "opening the run folder")
         yield
+
+
+@contextlib.contextmanager
+def _watched(config: TrainConfig, world: World) -> Iterator[Watchdog]:
+    """Have a thread look at how long this rank takes, from its start to its end."""
+    timeouts = {
+        INIT_TIMEOUT: config.comm.init_timeout_seconds,
+        TRAIN_TIMEOUT: config.comm.train_timeout_seconds,
+        SHUTDOWN_TIMEOUT: config.comm.shutdown_timeout_seconds,
+    }
+    watchdog = Watchdog(config.job.dump_folder, rank=world.rank, world_size=world.size, timeouts=timeouts)
+    with contextlib.closing(watchdog), watchdog.explaining():
+        yield watchdog
 
 
 @contextlib.contextmanager
