@@ -154,6 +154,18 @@ def signal_before_step(
     patch.setattr(StepLoader, "__next__", signalled)
 
 
+def signal_within(patch: pytest.MonkeyPatch, module: Any, name: str) -> None:
+    """Make a function begin with two signals to its own process."""
+    original = getattr(module, name)
+
+    def disturbed(*arguments: Any, **named: Any) -> Any:
+        for number in (signal.SIGUSR1, signal.SIGTERM):
+            os.kill(os.getpid(), number)
+        return original(*arguments, **named)
+
+    patch.setattr(module, name, disturbed)
+
+
 def is_held(pid: int, number: signal.Signals) -> bool:
     """Whether a signal to a process waits to be taken, as the kernel tells it."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()

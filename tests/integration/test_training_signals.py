@@ -8,7 +8,6 @@ import signal
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,7 +15,7 @@ from flame.train import checkpoint, loop
 from flame.train.__main__ import main
 from flame.train.checkpoint_files import find_damage
 from flame.train.run import read_status
-from tests.faults import in_ranks, is_held, samples_trained, signal_before_step
+from tests.faults import in_ranks, is_held, samples_trained, signal_before_step, signal_within
 from tests.processes import until
 from tests.runs import FLAME_TRAIN, TORCHRUN, arguments, losses_and_norms, start_training
 
@@ -89,18 +88,6 @@ def test_signals_in_the_middle_of_other_work_wait_for_its_end(
     assert main(argv) == 0
     assert losses_and_norms(run) == losses_and_norms(straight)
     assert sorted(path.name for path in (run / "checkpoint").iterdir()) == sorted([saved.name, "step-60", "step-7"])
-
-
-def signal_within(patch: pytest.MonkeyPatch, module: Any, name: str) -> None:
-    """Make a function begin with two signals to its own process."""
-    original = getattr(module, name)
-
-    def disturbed(*arguments: Any, **named: Any) -> Any:
-        for number in (signal.SIGUSR1, signal.SIGTERM):
-            os.kill(os.getpid(), number)
-        return original(*arguments, **named)
-
-    patch.setattr(module, name, disturbed)
 
 
 @pytest.mark.parametrize(
