@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -49,6 +50,7 @@ from flame.train.checkpoint_files import (
 )
 from flame.train.checkpoint_tensors import (
     MODEL_PREFIX,
+    OPTIMIZER_PREFIX,
     TRAIN_STATE,
     check_moments,
     check_names_and_shapes,
@@ -62,6 +64,7 @@ from flame.train.checkpoint_writer import HashingWriter
 from flame.train.distributed import World, broadcast_from_main, on_main, raise_together
 from flame.train.foreign import check_foreign, open_foreign
 from flame.train.identity import DataIdentity
+from flame.train.log import log
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,12 +270,17 @@ def _foreign_prefix(path: Path, model: PreTrainedModel) -> str:
 
 
 def _load_tensors(path: Path, targets: Mapping[str, Tensor], world: World) -> None:
-    """Fill `targets`, by key, from a DCP folder."""
+    """Fill `targets`, by key, from a DCP folder, and log what was read and how long it took."""
+    began = time.monotonic()
     with _together(world, "loading a checkpoint", path):
         try:
             load(dict(targets), storage_reader=FileSystemReader(path), process_group=world.patient_group)
         except CheckpointException as failure:
             _raise_own(failure, world, path)
+    num_weights = sum(not key.startswith(OPTIMIZER_PREFIX) and key != TRAIN_STATE for key in targets)
+    num_moments = sum(key.startswith(OPTIMIZER_PREFIX) for key in targets)
+    seconds = time.monotonic() - began
+    log.info("loaded %d weights and %d moments from %s in %.1f s", num_weights, num_moments, path, seconds)
 
 
 def _targets(

@@ -25,6 +25,7 @@ from flame.train.checkpoint import TrainState, tensors_to_save, write_checkpoint
 from flame.train.checkpoint_files import step_folder
 from flame.train.distributed import World, raise_together
 from flame.train.log import log
+from flame.train.metrics import SaveTimes
 
 DISABLED, PINNED = "disabled", "async_with_pinned_mem"
 _PATIENCE_AFTER_FAILURE_SECONDS = 30.0
@@ -108,6 +109,7 @@ class CheckpointSaver:
         self._last_began = time.monotonic()
         self._of_every_checkpoint = of_every_checkpoint
         self._running: _Save | None = None
+        self._times = SaveTimes()
         self._copies: HostCopies | None = None
         if mode != DISABLED:
             self._copies = HostCopies(pinned=mode == PINNED and world.device.type == "cuda")
@@ -125,14 +127,26 @@ class CheckpointSaver:
 
         Waits for the one before it. With `weights_only` no run can be resumed from it.
         """
+        began = time.monotonic()
+        self._save(state, wait=wait, weights_only=weights_only)
+        stalled = self._times.stalled_seconds + time.monotonic() - began
+        self._times = replace(self._times, stalled_seconds=stalled)
+
+    def take_times(self) -> SaveTimes:
+        """Return what saving took since the last call."""
+        times, self._times = self._times, SaveTimes()
+        return times
+
+    def _save(self, state: TrainState, *, wait: bool, weights_only: bool) -> None:
         self.wait()
         began = self._last_began = time.monotonic()
         tensors = tensors_to_save(self._model, None if weights_only else self._optimizer, state)
         rest = {**self._of_every_checkpoint, "has_optimizer": not weights_only}
         if self._copies is None or wait:
             path = write_checkpoint(self._folder, tensors=tensors, state=state, world=self._world, **rest)
-            log.info("saved %s in %.1f s", path, time.monotonic() - began)
-            self._publish(state, path)
+            seconds = time.monotonic() - began
+            log.info("saved %s in %.1f s", path, seconds)
+            self._publish(state, path, seconds)
             return
         copies = self._copies
         copied = copies.copy(tensors)
@@ -182,14 +196,13 @@ class CheckpointSaver:
     def _finish(self, running: _Save) -> None:
         self._running = None
         path = step_folder(self._folder, running.state.step)
-        log.info(
-            "saved %s in %.1f s, of which training stood still for %.2f s",
-            *(path, time.monotonic() - running.began, running.stalled_seconds),
-        )
-        self._publish(running.state, path)
+        seconds = time.monotonic() - running.began
+        log.info("saved %s in %.1f s, of which training stood still for %.2f s", path, seconds, running.stalled_seconds)
+        self._publish(running.state, path, seconds)
 
-    def _publish(self, state: TrainState, path: Path) -> None:
+    def _publish(self, state: TrainState, path: Path, seconds: float) -> None:
         self.latest = path
+        self._times = replace(self._times, save_seconds=seconds)
         self._published(state, path)
 
     def close(self) -> None:

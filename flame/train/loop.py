@@ -130,7 +130,8 @@ def run_steps(
             if due.logs:
                 scores = _validate(run, step_log.clock) if due.validates else {}
                 keep, last_sample = due.validates or step == total_steps, batch.consumed_samples - 1
-                step_log.write(state, done, last_sample=last_sample, validation=scores, keep=keep)
+                saves = saver.take_times()
+                step_log.write(state, done, last_sample=last_sample, saves=saves, validation=scores, keep=keep)
             if step == first_step:  # logged, so that the device has done it
                 set_collective_timeout(world, config.comm.train_timeout_seconds)
                 log.info("first step done %.1f s after the start", time.monotonic() - began)

@@ -47,6 +47,14 @@ class Interval:
     flops: int | None
 
 
+@dataclass(frozen=True, kw_only=True)
+class SaveTimes:
+    """What saving took since the last logged step: the last save that became whole, and what training stood still."""
+
+    save_seconds: float | None = None
+    stalled_seconds: float = 0.0
+
+
 class IntervalClock:
     """Times the steps between two logged ones, without what is no training (validation, saving)."""
 
@@ -108,6 +116,7 @@ class StepMetrics:
     world_size: int
     peak_flops: float | None = None
     memory: MemoryUse | None = None
+    saves: SaveTimes = SaveTimes()
     validation: Mapping[str, Mapping[str, float | None]] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
@@ -125,6 +134,7 @@ class StepMetrics:
             "optimizer/grad_norm": self.grad_norm,
             "optimizer/skipped_step": self.skipped_steps,
             **self._speed(),
+            **self._saving(),
             **self._memory(),
             **{f"loss/{name}": loss for name, loss in zip(self.source_names, self.losses.by_source, strict=True)},
             **{f"tokens/{name}": n for name, n in zip(self.source_names, self.losses.tokens_by_source, strict=True)},
@@ -154,6 +164,13 @@ class StepMetrics:
             100 * interval.wait_seconds / interval.seconds,
         )
         return dict(zip(_SPEED_NAMES, values, strict=True))
+
+    def _saving(self) -> dict[str, float | None]:
+        num_steps = self.interval.num_steps
+        return {
+            "time_metrics/save(s)": self.saves.save_seconds,
+            "time_metrics/save_stall(s)": self.saves.stalled_seconds / num_steps if num_steps else None,
+        }
 
     def _memory(self) -> dict[str, float | int | None]:
         memory = self.memory

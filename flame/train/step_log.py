@@ -11,7 +11,7 @@ from flame.train.checkpoint import TrainState
 from flame.train.devices import peak_flops
 from flame.train.log import log
 from flame.train.losses import MAX_STEPS_KEPT, StepLosses, gather_losses, spike_rule_of, spike_told
-from flame.train.metrics import IntervalClock, MetricsFile, StepMetrics, memory_use, tell_step, use_color
+from flame.train.metrics import IntervalClock, MetricsFile, SaveTimes, StepMetrics, memory_use, tell_step, use_color
 from flame.train.setup import Run
 from flame.train.step import StepDone
 
@@ -45,6 +45,7 @@ class StepLog:
         done: StepDone,
         *,
         last_sample: int,
+        saves: SaveTimes,
         validation: Mapping[str, Mapping[str, float | None]],
         keep: bool,
     ) -> None:
@@ -67,6 +68,7 @@ class StepLog:
             world_size=run.world.size,
             peak_flops=self._peak_flops,
             memory=memory_use(run.world.device),
+            saves=saves,
             validation=validation,
         ).to_json()
         self._file.write(line)

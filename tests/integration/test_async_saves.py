@@ -18,7 +18,7 @@ from flame.train.__main__ import main
 from flame.train.checkpoint import write_checkpoint
 from flame.train.checkpoint_tensors import StoredModel
 from flame.train.run import read_status
-from tests.runs import arguments, losses_and_norms, run_training, tensors_of
+from tests.runs import arguments, losses_and_norms, read_metrics, run_training, tensors_of
 from tests.tiny_states import differences
 
 # Updates so large that a checkpoint of a step too late or too early differs in every tensor.
@@ -51,6 +51,10 @@ def test_a_save_at_every_step_beside_large_updates(folder: Path, straight: Path,
     assert main(arguments(folder, run, **OPTIONS, checkpoint__async_mode=mode)) == 0
     assert losses_and_norms(run) == losses_and_norms(straight)
     assert_same_checkpoints(run, straight, range(1, 6))
+    # What a save takes is told by the step after it.
+    told = [(line["time_metrics/save(s)"], line["time_metrics/save_stall(s)"]) for line in read_metrics(run)]
+    assert told[0] == (None, 0.0) and all(stalled > 0 for _, stalled in told[1:])
+    assert all(seconds is None or seconds > 0 for seconds, _ in told) and any(seconds for seconds, _ in told)
     assert read_status(run)["state"] == "finished" and read_status(run)["checkpoint"] == "checkpoint/step-5"
 
 

@@ -18,6 +18,7 @@ from flame.train.metrics import (
     IntervalClock,
     MemoryUse,
     MetricsFile,
+    SaveTimes,
     StepMetrics,
     clock,
     console_line,
@@ -35,6 +36,8 @@ NAMES_THAT_PEOPLE_PLOT = {
     "time_metrics/end_to_end(s)",
     "time_metrics/data_loading(s)",
     "time_metrics/data_loading(%)",
+    "time_metrics/save(s)",
+    "time_metrics/save_stall(s)",
     "memory/max_active(GiB)",
     "memory/max_reserved(GiB)",
     "memory/num_alloc_retries",
@@ -83,6 +86,7 @@ def test_every_name_is_there_and_the_arithmetic_is_right() -> None:
     line = metrics(
         peak_flops=1e12,
         memory=MemoryUse(max_active_gib=1.5, max_reserved_gib=2.0, num_alloc_retries=0, num_ooms=0),
+        saves=SaveTimes(save_seconds=12.0, stalled_seconds=3.0),
         validation={"web": {"loss": 3.5, "ppl": 33.1, "bpb": None}},
     ).to_json()
     assert set(line) >= NAMES_THAT_PEOPLE_PLOT
@@ -91,6 +95,7 @@ def test_every_name_is_there_and_the_arithmetic_is_right() -> None:
     assert line["tflops"] == pytest.approx(0.05) and line["mfu(%)"] == pytest.approx(5.0)
     assert line["time_metrics/end_to_end(s)"] == 2.0
     assert line["time_metrics/data_loading(s)"] == 0.05 and line["time_metrics/data_loading(%)"] == 2.5
+    assert line["time_metrics/save(s)"] == 12.0 and line["time_metrics/save_stall(s)"] == 0.3
     assert line["loss/web"] == 3.0 and line["loss/code"] is None and line["tokens/code"] == 2_000
     assert line["validation/web/loss"] == 3.5 and line["validation/web/bpb"] is None
 
