@@ -140,6 +140,7 @@ def _write_weights(stored: StoredModel, target: Path, dtype: torch.dtype | None,
             raise CheckpointError(
                 f"the export cannot be written: {error}", where=path, got=f"{free_bytes(path)} bytes free"
             ) from error
+        del tensors  # before the next file's are read: one file's weights are held, never two
         shutil.copymode(target / "config.json", path)  # safetensors lets only the owner read
         fsync_file(path)
     if split.is_sharded:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,32 @@ def test_files_and_index(tmp_path: Path, world: World, size: str) -> None:
         index = json.loads((output / "model.safetensors.index.json").read_text())
         assert index["weight_map"] == keys
         assert index["metadata"]["total_size"] == sum(p.numel() * 4 for p in tiny_llama(tied=True).parameters())
+
+
+def test_no_more_than_a_file_of_weights_is_in_memory(
+    tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bound of a run's own export too: it never holds the model, whatever that takes."""
+    path = checkpoint_of(tmp_path, tiny_llama(tied=True), world)
+    read, held, peak = StoredModel.read, 0, 0
+
+    def counted(stored: StoredModel, name: str) -> torch.Tensor:
+        nonlocal held, peak
+        tensor = read(stored, name)
+        size = tensor.nbytes
+        held += size
+        peak = max(peak, held)
+        weakref.finalize(tensor, freed, size)
+        return tensor
+
+    def freed(size: int) -> None:
+        nonlocal held
+        held -= size
+
+    monkeypatch.setattr(StoredModel, "read", counted)
+    export_checkpoint(path, tmp_path / "hf", max_shard_size="6KB")
+    files = [file.stat().st_size for file in (tmp_path / "hf").glob("*.safetensors")]
+    assert len(files) >= 3 and peak <= max(files)
 
 
 def test_the_export_computes_what_the_trainer_computes(tmp_path: Path, world: World) -> None:
