@@ -29,6 +29,7 @@ from flame.train.log import configure_logging, live_line_erased, log
 from flame.train.loggers import LoggedRun, open_loggers
 from flame.train.metrics import IntervalClock
 from flame.train.parallelize import reshard
+from flame.train.profiling import profiling
 from flame.train.setup import Run, prepare
 from flame.train.signals import StopRequest
 from flame.train.step import count_flops, make_update, refuse_nan, train_step
@@ -101,6 +102,7 @@ def run_steps(
         contextlib.closing(saver),
         live_line_erased(),
         watchdog.explaining(),
+        profiling(config.profiling, config.job.dump_folder, rank=world.rank, step=state.step) as profiled_step,
     ):
         while state.step < total_steps:
             step = state.step + 1
@@ -140,6 +142,7 @@ def run_steps(
                 with step_log.clock.paused():
                     saver.save(state, wait=step == total_steps, weights_only=due.weights_only)
             saver.poll()
+            profiled_step()
             if step % config.training.gc_freq == 0:
                 gc.collect(1)
 
