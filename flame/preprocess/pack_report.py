@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-
-from flame.sampling.sampler import num_windows
-from flame.sampling.show import table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +65,7 @@ class Report:
         """Return the figures as manifest.json keeps them."""
         return {
             "num_documents": self.num_documents,
-            "windows": {"num_samples": num_windows(self.num_tokens, self.context_len), "num_padding": 0}
+            "windows": {"num_samples": max(0, self.num_tokens - 1) // self.context_len, "num_padding": 0}
             | asdict(self.windows),
             "best_fit": {"num_samples": self.num_packs, "num_padding": self.num_padding} | asdict(self.packs),
         }
@@ -85,7 +82,7 @@ def report_lines(report: Mapping[str, Any], *, num_tokens: int, context_len: int
         )
 
     yield f"{num_documents:,} documents, {num_tokens:,} tokens, at {context_len} tokens a sample:"
-    yield from table(
+    yield from _aligned(
         [
             ("", "windows", "best_fit"),
             row("samples", "num_samples", None),
@@ -102,3 +99,9 @@ def report_lines(report: Mapping[str, Any], *, num_tokens: int, context_len: int
             row("tokens behind a cut", "tokens_behind_cuts", num_tokens),
         ]
     )
+
+
+def _aligned(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for name, *cells in rows:
+        yield "  ".join([name.ljust(widths[0]), *map(str.rjust, cells, widths[1:])]).rstrip()

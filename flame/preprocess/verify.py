@@ -19,6 +19,7 @@ from tqdm import tqdm
 from flame.config import option
 from flame.errors import TokenizerError, UsageError
 from flame.files import TEMPORARY_SUFFIX
+from flame.preprocess.pack_check import check_pack_indices
 from flame.preprocess.problem import Problem, told
 from flame.preprocess.shard_check import Advance, ContentRules, check_shard
 from flame.shards.fingerprint import tokenizer_fingerprint
@@ -34,6 +35,7 @@ from flame.shards.format import (
     tokens_path,
 )
 from flame.shards.manifest import DamagedManifestError, Manifest, ShardInfo, TokenizerInfo, read_manifest
+from flame.shards.reader import Corpus
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -72,7 +74,7 @@ class Finding:
     def of(cls, corpus: Path, problem: Problem) -> Finding:
         """Return what to tell of a problem of a file inside the corpus."""
         start, stop = problem.bytes or (None, None)
-        name = problem.path.relative_to(corpus).as_posix()
+        name = os.path.relpath(problem.path, corpus)  # a pack index lies beside it
         return cls(path=name, problem=problem.text, start_byte=start, stop_byte=stop)
 
     def __str__(self) -> str:
@@ -116,7 +118,7 @@ def _report(options: VerifyOptions, manifest: Manifest | None, found: Iterable[F
 
 
 def find_damage(corpus: Path, manifest: Manifest, *, num_workers: int | None = None) -> Iterator[Finding]:
-    """Yield what is wrong with a corpus whose manifest is whole: its tokenizer, its shards in order, stray files."""
+    """Yield what is wrong with a corpus of a whole manifest: tokenizer, shards in order, stray files, pack indices."""
     tokenizer, wrong = _check_tokenizer(corpus, manifest.tokenizer)
     if wrong is not None:
         yield Finding(path=f"{TOKENIZER_FOLDER}/tokenizer.json", problem=wrong)
@@ -132,6 +134,8 @@ def find_damage(corpus: Path, manifest: Manifest, *, num_workers: int | None = N
             for problem in problems:
                 yield Finding.of(corpus, problem)
     yield from _find_strays(corpus, manifest, provenance=rules.provenance)
+    for problem in check_pack_indices(Corpus(corpus, manifest)):
+        yield Finding.of(corpus, problem)
 
 
 def _check_tokenizer(corpus: Path, info: TokenizerInfo) -> tuple[Tokenizer | None, str | None]:

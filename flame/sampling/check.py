@@ -13,6 +13,7 @@ from flame.sampling.show import MixtureOptions
 from flame.shards.checksum import payload_checksum
 from flame.shards.manifest import Manifest, read_manifest
 from flame.shards.maps import ShardFiles, map_shard
+from flame.shards.packs import ARRAYS, array_path, map_packs, packs_folder, read_packs
 
 DAMAGE = 3  # exit code
 
@@ -83,8 +84,9 @@ def _source_damage(source: Source, manifest: Manifest, *, full: bool) -> Iterato
         yield f"no split {source.split!r} (in {source.corpus}; expected one of {', '.join(manifest.splits)})"
         return
     split = manifest.splits[source.split]
-    if split.num_tokens != source.num_tokens:
+    if source.packs is None and split.num_tokens != source.num_tokens:
         yield f"{split.num_tokens} tokens, not the {source.num_tokens} that the mixture names (in {source.corpus})"
+    yield from _packs_damage(source, full=full)
     for shard in split.shards:
         files = ShardFiles(source.corpus, source.split, shard)
         try:
@@ -93,6 +95,26 @@ def _source_damage(source: Source, manifest: Manifest, *, full: bool) -> Iterato
                 yield from _changed_bytes(files)
         except FlameError as error:
             yield str(error)
+
+
+def _packs_damage(source: Source, *, full: bool) -> Iterator[str]:
+    if source.packs is None:
+        return
+    folder = packs_folder(source.corpus, source.split, source.packs.context_len)
+    try:
+        info = read_packs(folder)
+        if info.fingerprint != source.packs.fingerprint:
+            yield f"another pack index (in {folder}; got {info.fingerprint}; expected {source.packs.fingerprint})"
+            return
+        map_packs(folder, info)
+    except FlameError as error:
+        yield str(error)
+        return
+    for name in ARRAYS if full else ():
+        found = payload_checksum(array_path(folder, name))
+        if found != info.checksums[name]:
+            path, expected = array_path(folder, name), info.checksums[name]
+            yield f"the bytes of a file of the pack index changed (in {path}; got {found}; expected {expected})"
 
 
 def _changed_bytes(files: ShardFiles) -> Iterator[str]:

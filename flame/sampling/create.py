@@ -15,6 +15,8 @@ from flame.errors import MixtureError, UsageError
 from flame.sampling.interleave import integer_weights
 from flame.sampling.mixture import (
     DEFAULT_DATA_SEED,
+    PACKINGS,
+    WINDOWS,
     Mixture,
     Source,
     Stage,
@@ -98,6 +100,14 @@ class CreateOptions:
     min_proportion: float = option(
         0.0, help="where sources are weighed by size: none gets less than this share of tokens"
     )
+    packing: str = option(
+        WINDOWS,
+        choices=PACKINGS,
+        help="how all sources are sampled: best_fit takes the packs that flame-preprocess pack made, for --context_len",
+    )
+    context_len: int | None = option(
+        None, help="with --packing best_fit: tokens of a pack, the run's training.window_len", unit="tokens"
+    )
     max_epochs: tuple[tuple[str | None, float], ...] = option(
         (), help="how often a source may be seen at most: NAME=N, or N for all", parse=parse_cap, repeat=True
     )
@@ -114,8 +124,16 @@ class CreateOptions:
 
     def __post_init__(self) -> None:
         chosen = [name for name in ("natural", "temperature", "unimax") if getattr(self, name) not in (None, False)]
+        if (self.packing == WINDOWS) != (self.context_len is None):
+            raise UsageError(
+                "--packing best_fit and --context_len go together",
+                got=f"--packing {self.packing}"
+                + ("" if self.context_len is None else f" --context_len {self.context_len}"),
+            )
         if self.recipe is not None:
-            self._check_recipe([*(["source"] if self.source else []), *chosen])
+            self._check_recipe(
+                [*(["source"] if self.source else []), *(["packing"] if self.context_len else []), *chosen]
+            )
             return
         if not self.source:
             raise UsageError(
@@ -172,7 +190,13 @@ def mixture_of(options: CreateOptions) -> Mixture:
     """Return the mixture that the options describe. Opens the corpora's manifests."""
     caps = dict(options.max_epochs)
     sources = [
-        source_of(text.name, text.corpus, text.split, max_epochs=caps.get(text.name, caps.get(None)))
+        source_of(
+            text.name,
+            text.corpus,
+            text.split,
+            max_epochs=caps.get(text.name, caps.get(None)),
+            packed_len=options.context_len,
+        )
         for text in options.source
     ]
     stage = Stage(start_tokens=0, weights=_slots(options, sources))

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from flame.errors import UsageError
 from flame.sampling.mixture import Mixture, open_mixture, read_mixture
 from flame.sampling.packing import PackedBatch, pack_windows
-from flame.sampling.sampler import MAX_SAMPLES, BatchGeometry, Sampler, sample_indices
+from flame.sampling.sampler import MAX_SAMPLES, BatchGeometry, Sampler, check_packs, sample_indices
 
 
 class Sample(TypedDict):
@@ -69,6 +69,7 @@ class MixtureDataset:
             dp_size=1,
             varlen=varlen,
         )
+        check_packs(mixture, varlen=varlen)
         self._splits = open_mixture(mixture)
         self._sampler = Sampler(mixture, self._splits, window_len)
 

@@ -43,7 +43,7 @@ class EditOptions(MixtureOptions):
     )
     add: tuple[SourceText, ...] = option(
         (),
-        help="a new source, drawn from there on",
+        help="a new source, drawn from there on; by its packs, if all sources of the mixture are",
         metavar="NAME=PATH[@SPLIT]:WEIGHT",
         parse=parse_source,
         repeat=True,
@@ -117,7 +117,8 @@ def edited(old: Mixture, options: EditOptions) -> Mixture:
             got=", ".join(missing),
             fix="Weigh every source that the mixture has; 0 ends one",
         )
-    added = tuple(source_of(text.name, text.corpus, text.split) for text in options.add)
+    packed_len = old.packed_len if all(source.packs is not None for source in old.sources) else None
+    added = tuple(source_of(text.name, text.corpus, text.split, packed_len=packed_len) for text in options.add)
     sources = (*old.sources, *added)
     kept = [_padded(stage, len(added)) for stage in old.stages if stage.start_tokens < options.start]
     before = [slots / TABLE_SLOTS for slots in kept[-1].weights]

@@ -15,16 +15,33 @@ from typing import Any, NoReturn
 from flame.errors import MixtureError, UsageError
 from flame.files import sha256_of_json, write_json
 from flame.sampling.interleave import MAX_SOURCES, TABLE_SLOTS, integer_weights
+from flame.shards.packed import PackedSplit, open_packed
+from flame.shards.packs import BEST_FIT, packs_folder
 from flame.shards.reader import Corpus, Split
 
 FORMAT_VERSION = 1
+PACKED_VERSION = 2  # of a manifest with a packed source: a reader of version 1 would take windows
 DEFAULT_DATA_SEED = 42
+WINDOWS = "windows"
+PACKINGS = (WINDOWS, BEST_FIT)
 _NOT_IN_NAMES = "=@:/,"
 
 
 @dataclass(frozen=True, kw_only=True)
+class Packs:
+    """Which pack index a source is sampled by: its length, and what its packs are."""
+
+    context_len: int
+    fingerprint: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Source:
-    """A named component: one split of one corpus, as it was when the mixture was made."""
+    """A named component: one split of one corpus, as it was when the mixture was made.
+
+    With `packs` it is sampled by packs, else by windows. `num_tokens` are those that a model is run on in an epoch of
+    packs: context_len a pack, padding counted.
+    """
 
     name: str
     corpus: Path
@@ -32,6 +49,13 @@ class Source:
     fingerprint: str
     num_tokens: int
     max_epochs: float | None = None
+    packs: Packs | None = None
+
+    @property
+    def content(self) -> tuple[str, ...]:
+        """What is drawn of it: the corpus, the split, and by which packs."""
+        packs = () if self.packs is None else (self.packs.fingerprint,)
+        return (self.fingerprint, self.split, *packs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,13 +86,23 @@ class Mixture:
             raise MixtureError("the data seed is out of range", got=self.data_seed, expected="from 0 to 2^63 − 1")
 
     @property
+    def packed_len(self) -> int | None:
+        """The length of the packs that sources are sampled by, which must be window_len; None where none is."""
+        return next((source.packs.context_len for source in self.sources if source.packs is not None), None)
+
+    @property
+    def format_version(self) -> int:
+        """The version of the manifest that holds it."""
+        return FORMAT_VERSION if self.packed_len is None else PACKED_VERSION
+
+    @property
     def fingerprint(self) -> str:
-        """What decides the order: corpora's content, splits, weights, stage starts and the seed; no name, no path."""
+        """What decides the order: content, splits, packs, weights, stage starts and the seed; no name, no path."""
         return sha256_of_json(
             {
-                "format_version": FORMAT_VERSION,
+                "format_version": self.format_version,
                 "data_seed": self.data_seed,
-                "sources": [[source.fingerprint, source.split] for source in self.sources],
+                "sources": [list(source.content) for source in self.sources],
                 "stages": [[stage.start_tokens, list(stage.weights)] for stage in self.stages],
             }
         )
@@ -79,7 +113,7 @@ class Mixture:
         for fingerprint in reversed(self.parents):
             parent = {"fingerprint": fingerprint, "parent": parent}
         return {
-            "format_version": FORMAT_VERSION,
+            "format_version": self.format_version,
             "data_seed": self.data_seed,
             "parent": parent,
             "sources": [
@@ -90,6 +124,7 @@ class Mixture:
                     "fingerprint": source.fingerprint,
                     "num_tokens": source.num_tokens,
                     "max_epochs": source.max_epochs,
+                    **_packs_to_json(source.packs),
                 }
                 for source in self.sources
             ],
@@ -107,7 +142,7 @@ class Mixture:
         if earlier.fingerprint not in self.parents or self.data_seed != earlier.data_seed:
             return False
         kept = self.sources[: len(earlier.sources)]
-        if [(s.fingerprint, s.split) for s in kept] != [(s.fingerprint, s.split) for s in earlier.sources]:
+        if [source.content for source in kept] != [source.content for source in earlier.sources]:
             return False
         padding = (0,) * (len(self.sources) - len(earlier.sources))
         begun = [
@@ -142,6 +177,14 @@ def _check_sources(sources: Sequence[Source]) -> None:
             )
         names.add(source.name)
         contents[content] = source.name
+    lengths = {source.packs.context_len: source.name for source in sources if source.packs is not None}
+    if len(lengths) > 1:
+        raise MixtureError(
+            "sources of the mixture are packed for different lengths",
+            got="; ".join(f"{name!r}: {length} tokens" for length, name in lengths.items()),
+            expected="one length, which is training.window_len",
+            fix="Pack them all for it: flame-preprocess pack CORPUS --context_len N",
+        )
 
 
 def check_source_name(name: str) -> None:
@@ -189,12 +232,12 @@ def read_mixture(path: Path, *, overrides: Mapping[str, Path] | None = None) -> 
     except ValueError as error:
         raise MixtureError(f"the mixture manifest is no JSON: {error}", where=path) from error
     version = value.get("format_version") if isinstance(value, dict) else None
-    if version != FORMAT_VERSION:
+    if version not in (FORMAT_VERSION, PACKED_VERSION):
         raise MixtureError(
             "the file is no mixture manifest that this version of Flame reads",
             where=path,
             got=f"format_version {version}",
-            expected=f"format_version {FORMAT_VERSION}",
+            expected=f"format_version {FORMAT_VERSION} or {PACKED_VERSION}",
         )
     try:
         mixture = _mixture_from_json(value, _base(path.parent))
@@ -228,7 +271,23 @@ def _source_from_json(value: Any, where: str, folder: Path) -> Source:
         fingerprint=texts["fingerprint"],
         num_tokens=_count(value, "num_tokens", f"{where}."),
         max_epochs=max_epochs,
+        packs=_packs_from_json(value, where),
     )
+
+
+def _packs_to_json(packs: Packs | None) -> dict[str, Any]:
+    if packs is None:
+        return {}
+    return {"packing": BEST_FIT, "context_len": packs.context_len, "packs": packs.fingerprint}
+
+
+def _packs_from_json(value: Mapping[str, Any], where: str) -> Packs | None:
+    packing = value.get("packing", WINDOWS)
+    if packing == WINDOWS:
+        return None
+    if packing != BEST_FIT:
+        _wrong(f"{where}.packing", packing, f"{WINDOWS!r} or {BEST_FIT!r}")
+    return Packs(context_len=_count(value, "context_len", f"{where}."), fingerprint=_text(value, "packs", where))
 
 
 def _stage_from_json(value: Any, where: str) -> Stage:
@@ -298,17 +357,28 @@ def _base(folder: Path) -> Path:
 # ---- corpora
 
 
-def source_of(name: str, corpus: Path, split: str, *, max_epochs: float | None = None) -> Source:
-    """Return a source as its corpus is now. Opens the corpus manifest only."""
+def source_of(
+    name: str, corpus: Path, split: str, *, max_epochs: float | None = None, packed_len: int | None = None
+) -> Source:
+    """Return a source as its corpus is now, sampled by its packs of `packed_len` tokens, or by windows.
+
+    Opens the manifests of the corpus and its pack index only.
+    """
     opened = Corpus.open(corpus)
+    packed = None if packed_len is None else open_packed(opened, split, packed_len)
     return Source(
         name=name,
         corpus=corpus,
         split=split,
         fingerprint=opened.fingerprint,
-        num_tokens=opened.split(split).num_tokens,
+        num_tokens=_tokens_of_epoch(opened.split(split) if packed is None else packed),
         max_epochs=max_epochs,
+        packs=None if packed is None else Packs(context_len=packed.context_len, fingerprint=packed.packs.fingerprint),
     )
+
+
+def _tokens_of_epoch(split: Split) -> int:
+    return split.packs.num_packs * split.context_len if isinstance(split, PackedSplit) else split.num_tokens
 
 
 def split_corpus_text(text: str) -> tuple[str, str]:
@@ -317,11 +387,17 @@ def split_corpus_text(text: str) -> tuple[str, str]:
     return (path, split) if at and split and "/" not in split else (text, "train")
 
 
-def mixture_of_corpora(corpora: Sequence[str | Path], weights: Sequence[float] | None, data_seed: int) -> Mixture:
+def mixture_of_corpora(
+    corpora: Sequence[str | Path],
+    weights: Sequence[float] | None,
+    data_seed: int,
+    *,
+    packed_len: int | None = None,
+) -> Mixture:
     """Return the mixture that `training.dataset a,b` and `training.data_probs .7,.3` stand for.
 
     Each of `corpora` is a path, or `path@split`; sources are named after folders. Without `weights` sources count by
-    their tokens, as if they were one corpus.
+    their tokens, as if they were one corpus. With `packed_len` all are sampled by their packs of so many tokens.
     """
     if weights is not None and len(weights) != len(corpora):
         raise UsageError(
@@ -333,7 +409,7 @@ def mixture_of_corpora(corpora: Sequence[str | Path], weights: Sequence[float] |
     for text in corpora:
         folder, split = split_corpus_text(str(text))
         name = source_name(Path(folder), [source.name for source in sources])
-        sources.append(source_of(name, Path(folder), split))
+        sources.append(source_of(name, Path(folder), split, packed_len=packed_len))
     if weights is None:
         weights = [source.num_tokens for source in sources]
     slots = integer_weights([source.name for source in sources], weights)
@@ -384,13 +460,26 @@ def open_source(source: Source) -> Split:
             expected=source.fingerprint,
             fix="Restore that corpus, or make a new mixture with flame-mix create",
         )
-    split = corpus.split(source.split)
-    if split.num_tokens != source.num_tokens:
+    split = corpus.split(source.split) if source.packs is None else _open_packs(source, source.packs, corpus)
+    if _tokens_of_epoch(split) != source.num_tokens:
         raise MixtureError(
             f"the mixture says another number of tokens of source {source.name!r} than its corpus has",
             where=source.corpus,
-            got=f"{split.num_tokens} tokens in split {source.split}",
+            got=f"{_tokens_of_epoch(split)} tokens in split {source.split}",
             expected=f"{source.num_tokens} tokens",
             fix="Make the mixture again with flame-mix create",
         )
     return split
+
+
+def _open_packs(source: Source, packs: Packs, corpus: Corpus) -> PackedSplit:
+    packed = open_packed(corpus, source.split, packs.context_len)
+    if packed.packs.fingerprint != packs.fingerprint:
+        raise MixtureError(
+            f"source {source.name!r} is packed otherwise than when the mixture was made",
+            where=packs_folder(corpus.path, source.split, packs.context_len),
+            got=packed.packs.fingerprint,
+            expected=packs.fingerprint,
+            fix="Restore that pack index, or make a new mixture with flame-mix create",
+        )
+    return packed

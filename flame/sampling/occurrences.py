@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flame.sampling.sampler import Sampler
+from flame.shards.packed import PackedSplit, Pieces
 from flame.shards.reader import Split
 
 
@@ -49,23 +50,37 @@ def occurrences(
     from the inverses of the epoch's order and of the mixture's table. Cost: a few milliseconds an epoch, and what is
     found; the same for any length of the run.
     """
+    packed = split.find_pieces(documents) if isinstance(split, PackedSplit) else None  # the same in every epoch
     bounds = np.array([split.document_bounds(int(document)) for document in documents], dtype=np.int64).reshape(-1, 2)
-    num_windows, window_len = sampler.num_windows[source], sampler.window_len
     found: list[tuple[NDArray[np.int64], ...]] = []
     for epoch in epochs:
-        first, stop = (bounds - sampler.first_token(source, epoch)).T
-        first_window = np.maximum(first // window_len, 0)
-        counts = np.maximum(np.minimum((stop - 1) // window_len, num_windows - 1) - first_window + 1, 0)
-        which = np.repeat(np.arange(len(documents)), counts)
-        windows = first_window[which] + np.arange(len(which)) - (np.cumsum(counts) - counts)[which]
-        ks = sampler.find_windows(source, epoch, windows)
+        parts = _parts_of(bounds, sampler, source, epoch) if packed is None else packed
+        ks = sampler.find_windows(source, epoch, parts.window)
         inside = np.flatnonzero((ks >= limit.start) & (ks < limit.stop))
-        which, windows, ks = which[inside], windows[inside], ks[inside]
-        start = np.maximum(first[which] - windows * window_len, 0)
-        num_tokens = np.minimum(stop[which] - windows * window_len, window_len) - start
-        found.append((documents[which], ks, np.full(len(ks), epoch), windows, start, num_tokens))
+        own = (parts.window, parts.start, parts.num_tokens)
+        found.append(
+            (
+                documents[parts.which[inside]],
+                ks[inside],
+                np.full(len(inside), epoch),
+                *(column[inside] for column in own),
+            )
+        )
     if not found:
         return Occurrences(*(np.empty(0, dtype=np.int64) for _ in range(6)))
     columns = [np.concatenate(column) for column in zip(*found, strict=True)]
     order = np.lexsort((columns[1], columns[0]))
     return Occurrences(*(column[order] for column in columns))
+
+
+def _parts_of(bounds: NDArray[np.int64], sampler: Sampler, source: int, epoch: int) -> Pieces:
+    """Return the parts of documents, `[first, stop)` in tokens of the split each, in the windows of one epoch."""
+    num_windows, window_len = sampler.num_windows[source], sampler.window_len
+    first, stop = (bounds - sampler.first_token(source, epoch)).T
+    first_window = np.maximum(first // window_len, 0)
+    counts = np.maximum(np.minimum((stop - 1) // window_len, num_windows - 1) - first_window + 1, 0)
+    which = np.repeat(np.arange(len(bounds)), counts)
+    windows = first_window[which] + np.arange(len(which)) - (np.cumsum(counts) - counts)[which]
+    start = np.maximum(first[which] - windows * window_len, 0)
+    num_tokens = np.minimum(stop[which] - windows * window_len, window_len) - start
+    return Pieces(which=which, window=windows, start=start, num_tokens=num_tokens)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -10,9 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flame.sampling.sampler import BatchGeometry, Sampler
+from flame.shards.packed import PackedSplit
 from flame.shards.reader import Split
 
 IGNORE_INDEX = -100
+
+Memory = Callable[[int], NDArray[np.int32]]
+"""Returns memory for so many values, contiguous, which nobody else uses while the batch is in use."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +26,7 @@ class PackedBatch:
     `input_ids`, `labels` and `positions` are int32 `[rows, T]`. With varlen rows is 1 and T is B·seq_len, and
     `cu_seqlens` (int32 `[num_sequences + 1]`, 0 first, T last, strictly rising) delimits sequences, the longest of
     which has `max_seqlen` tokens; without it both are None. `lengths` are those of all sequences (rows, without
-    varlen). `sources` and `samples` name each window's source and k.
+    varlen), `labels_by_sample` how many labels each window has. `sources` and `samples` name each window's source, k.
     """
 
     input_ids: NDArray[np.int32]
@@ -31,9 +35,13 @@ class PackedBatch:
     cu_seqlens: NDArray[np.int32] | None
     max_seqlen: int | None
     lengths: NDArray[np.int32]
-    num_labels: int
+    labels_by_sample: NDArray[np.int64]
     sources: NDArray[np.int32]
     samples: NDArray[np.int64]
+
+    @property
+    def num_labels(self) -> int:
+        return int(self.labels_by_sample.sum())
 
     @property
     def max_token_id(self) -> int:
@@ -58,68 +66,87 @@ def pack_windows(
     *,
     sources: NDArray[np.int32],
     samples: NDArray[np.int64],
+    memory: Memory | None = None,
 ) -> PackedBatch:
     """Return the micro-batch of these windows, each a split and its first token; rows follow one another.
 
     With varlen a document's last token has no label, and sequences begin at each window, each document in it, and every
-    context_len tokens within those. Without it every position has a label.
+    context_len tokens within those. Without it every position has a label. What a model reads is written into one piece
+    of `memory`, in its fields' order; without it, into memory of the batch's own.
     """
     N, S = len(windows), geometry.window_len
-    out_2NS = np.empty((2, N, S), dtype=np.int32)
-    ends = _read(windows, S, *out_2NS.view(np.uint32))
-    ids_NS, labels_NS = out_2NS
+    views = [split.view_window(offset, S) for split, offset in windows]
     if not geometry.varlen:
+        out = np.empty(3 * N * S, dtype=np.int32) if memory is None else memory(3 * N * S)
+        ids, labels, positions = out.reshape(3, N, S)
+        _copy_tokens(views, ids, labels)
+        positions[:] = _counting(S)
         return PackedBatch(
-            input_ids=ids_NS,
-            labels=labels_NS,
-            positions=np.tile(_counting(S), (N, 1)),
+            input_ids=ids,
+            labels=labels,
+            positions=positions,
             cu_seqlens=None,
             max_seqlen=None,
             lengths=np.full(N, S, dtype=np.int32),
-            num_labels=N * S,
+            labels_by_sample=np.full(N, S, dtype=np.int64),
             sources=sources,
             samples=samples,
         )
-    ids, labels = out_2NS.reshape(2, 1, N * S)
+    ends = [(base, window_ends.tolist()) for _, window_ends, base in views]
     try:
         cuts, stops = cut_sequences(ends, S, geometry.context_len)
     except ValueError:
         for split, offset in windows:
-            split.ends_between(offset, offset + S)  # raises for the damaged one, with the file's name
+            if not isinstance(split, PackedSplit):
+                split.ends_between(offset, offset + S)  # raises for the damaged one, with the file's name
         raise
-    labels[0, np.array(stops, dtype=np.int64) - 1] = IGNORE_INDEX
+    T = N * S
     cu_seqlens = np.array(cuts, dtype=np.int32)
     lengths = cu_seqlens[1:] - cu_seqlens[:-1]
     each_length = lengths.tolist()
+    if memory is None:
+        ids, labels = np.empty((2, 1, T), dtype=np.int32)
+        positions = _positions(each_length)
+    else:
+        out = memory(3 * T + len(cuts))
+        ids, labels, positions = out[: 3 * T].reshape(3, 1, T)
+        positions[:] = _positions(each_length)
+        out[3 * T :] = cu_seqlens
+        cu_seqlens = out[3 * T :]
+    _copy_tokens(views, ids.reshape(N, S), labels.reshape(N, S))
+    unlabelled = labels.data.cast("B").cast("i")
+    for stop in stops:
+        unlabelled[stop - 1] = IGNORE_INDEX
+    labels_by_sample = np.array([S - len(window_ends) for _, window_ends in ends], dtype=np.int64)
+    for window, (split, offset) in enumerate(windows):
+        if isinstance(split, PackedSplit) and (num_padding := split.num_padding(offset)):
+            labels[0, (window + 1) * S - num_padding : (window + 1) * S] = IGNORE_INDEX
+            labels_by_sample[window] -= num_padding - 1  # its last token counts as a sequence's
     return PackedBatch(
         input_ids=ids,
         labels=labels,
-        positions=_positions(each_length, N * S),
+        positions=positions,
         cu_seqlens=cu_seqlens,
         max_seqlen=max(each_length),
         lengths=lengths,
-        num_labels=N * S - len(stops),
+        labels_by_sample=labels_by_sample,
         sources=sources,
         samples=samples,
     )
 
 
-def _read(
-    windows: Sequence[tuple[Split, int]], window_len: int, ids_NS: NDArray[np.uint32], labels_NS: NDArray[np.uint32]
-) -> list[tuple[int, list[int]]]:
-    """Fill ids and labels; return of each window a base, and the document ends in it, counted from that base.
+def _copy_tokens(
+    views: Sequence[tuple[NDArray[np.uint32], NDArray[np.uint64], int]],
+    ids_NS: NDArray[np.int32],
+    labels_NS: NDArray[np.int32],
+) -> None:
+    """Fill ids and labels, both from the map: its tokens are in the cache for the second.
 
-    Ids are copied from labels, which the cache still holds, and not from the map again.
+    (One from the other costs more: reads four bytes behind writes make the processor wait.)
     """
-    found, first_tokens = [], []
-    for (split, offset), labels_S in zip(windows, labels_NS, strict=True):
-        tokens, ends, base = split.view_window(offset, window_len)
+    for (tokens, _, _), ids_S, labels_S in zip(views, ids_NS.view(np.uint32), labels_NS.view(np.uint32), strict=True):
+        ids_S[:] = tokens[:-1]
         labels_S[:] = tokens[1:]
-        first_tokens.append(tokens[0])
-        found.append((base, ends.tolist()))
-    ids_NS[:, 0] = first_tokens
-    ids_NS[:, 1:] = labels_NS[:, :-1]
-    return found
 
 
 def cut_sequences(
@@ -155,10 +182,10 @@ def cut_sequences(
     return cuts, stops
 
 
-def _positions(lengths: Sequence[int], total: int) -> NDArray[np.int32]:
-    """Return 0, 1, 2 … of each of consecutive sequences, `[1, total]`."""
+def _positions(lengths: Sequence[int]) -> NDArray[np.int32]:
+    """Return 0, 1, 2 … of each of consecutive sequences, `[1, T]`."""
     joined = bytearray().join(map(_COUNTS.__getitem__, lengths))
-    return np.frombuffer(joined, dtype=np.int32).reshape(1, total)
+    return np.frombuffer(joined, dtype=np.int32).reshape(1, -1)
 
 
 class _Counts(dict[int, memoryview]):

@@ -9,6 +9,8 @@ max_epochs = 4
 [sources.code]
 corpus = "../corpora/code"
 split = "train"
+packing = "best_fit"                 # by packs of context_len tokens (flame-preprocess pack); or "windows"
+context_len = 4096
 
 [[stages]]                           # the first starts at 0
 weights = { web = 0.9, code = 0.1 }
@@ -34,13 +36,13 @@ from typing import Any, NoReturn
 from flame.config import parse_count
 from flame.errors import MixtureError, UsageError
 from flame.sampling.interleave import integer_weights
-from flame.sampling.mixture import DEFAULT_DATA_SEED, Mixture, Source, Stage, source_of
+from flame.sampling.mixture import DEFAULT_DATA_SEED, PACKINGS, WINDOWS, Mixture, Source, Stage, source_of
 from flame.sampling.weights import floored, ramp, tempered, unimax
 
 RAMP_STEPS = 8
 UNIMAX_EPOCHS = 4.0
 _TOP = ("tokens", "data_seed", "sources", "stages")
-_SOURCE = ("corpus", "split", "max_epochs")
+_SOURCE = ("corpus", "split", "max_epochs", "packing", "context_len")
 _STAGE = ("start", "ramp", "ramp_steps", "weights")
 _BY_SIZE = ("temperature", "min_proportion", "unimax_epochs")
 
@@ -88,10 +90,23 @@ def _sources(value: Any, folder: Path) -> tuple[Source, ...]:
             _wrong(f"sources.{name}.corpus", corpus, "the path of a corpus folder")
         if cap is not None and not (_is_number(cap) and 0 < cap < math.inf):
             _wrong(f"sources.{name}.max_epochs", cap, "a number above 0")
-        sources.append(source_of(name, folder / corpus, split, max_epochs=None if cap is None else float(cap)))
+        packed_len = _packed_len(table, f"sources.{name}")
+        max_epochs = None if cap is None else float(cap)
+        sources.append(source_of(name, folder / corpus, split, max_epochs=max_epochs, packed_len=packed_len))
     if not sources:
         _wrong("sources", value, "a table of sources, such as [sources.web]")
     return tuple(sources)
+
+
+def _packed_len(table: Mapping[str, Any], where: str) -> int | None:
+    packing, context_len = table.get("packing", WINDOWS), table.get("context_len")
+    if packing not in PACKINGS:
+        _wrong(f"{where}.packing", packing, "one of " + ", ".join(PACKINGS))
+    if (packing == WINDOWS) != (context_len is None):
+        _wrong(f"{where}.context_len", context_len, 'the length of its packs, with packing = "best_fit" only')
+    if context_len is not None and not (type(context_len) is int and context_len > 0):
+        _wrong(f"{where}.context_len", context_len, "a whole number of tokens")
+    return context_len
 
 
 def _stages(value: Any, sources: Sequence[Source], tokens: int | None) -> tuple[Stage, ...]:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from flame.errors import MixtureError, UsageError
 from flame.sampling.interleave import SlotTable, slot_table
-from flame.sampling.mixture import Mixture, first_sample
+from flame.sampling.mixture import Mixture, Source, first_sample
 from flame.sampling.permutation import (
     ROUNDS,
     epoch_key,
@@ -48,7 +48,7 @@ class Sampler:
         self.mixture = mixture
         self.window_len = window_len
         self._sources = [
-            _WindowedSource(mixture.data_seed, source.fingerprint, source.split, split.num_tokens, window_len)
+            _windowed(mixture.data_seed, source, split, window_len)
             for source, split in zip(mixture.sources, splits, strict=True)
         ]
         _check_windows(mixture, self._sources)
@@ -142,6 +142,32 @@ class Sampler:
             sources[mine] = found
             ordinals[mine] = counts + self._counts_at_stage[stage][found]
         return sources, ordinals
+
+
+def _windowed(data_seed: int, source: Source, split: Split, window_len: int) -> _WindowedSource:
+    if source.packs is None:
+        return _WindowedSource(data_seed, source.fingerprint, source.split, split.num_tokens, window_len)
+    if source.packs.context_len != window_len:
+        raise MixtureError(
+            f"source {source.name!r} is packed for another length than window_len",
+            where=f"{source.corpus}, split {source.split}",
+            got=f"window_len {window_len}, packs of {source.packs.context_len} tokens",
+            fix=f"Choose window_len {source.packs.context_len} (a divisor of seq_len), or pack the corpus for "
+            f"{window_len}: flame-preprocess pack",
+        )
+    # Packs lie one behind the other as windows do: no token is left over, and the last has one that follows it, too.
+    return _WindowedSource(data_seed, source.packs.fingerprint, source.split, source.num_tokens + 1, window_len)
+
+
+def check_packs(mixture: Mixture, *, varlen: bool) -> None:
+    """Raise `UsageError` for packs without varlen: their documents would see one another, and the padding."""
+    if mixture.packed_len is not None and not varlen:
+        names = ", ".join(source.name for source in mixture.sources if source.packs is not None)
+        raise UsageError(
+            "packing best_fit keeps documents apart, which needs varlen",
+            got=f"packed sources: {names}",
+            fix="Add --training.varlen, or sample them by windows",
+        )
 
 
 def _check_windows(mixture: Mixture, sources: Sequence[_WindowedSource]) -> None:

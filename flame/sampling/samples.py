@@ -13,6 +13,7 @@ from flame.errors import UsageError
 from flame.sampling.mixture import Mixture, open_mixture
 from flame.sampling.sampler import MAX_SAMPLES, Sampler
 from flame.sampling.show import MixtureOptions, table
+from flame.shards.packed import PackedSplit
 
 _SAMPLES_AT_ONCE = 4096
 
@@ -35,7 +36,7 @@ class SamplesOptions(MixtureOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class LocatedSample:
-    """One sample; `offset` is its window's first token in the split, `shard` the shard that this token lies in."""
+    """One sample; `offset` is its first token in the split, `shard` the shard that this token lies in."""
 
     k: int
     source: str
@@ -69,6 +70,8 @@ def locate_samples(mixture: Mixture, window_len: int, start: int, stop: int) -> 
         columns = (ks, located.source, located.epoch, located.window, located.offset)
         for k, source, epoch, window, offset in zip(*(column.tolist() for column in columns), strict=True):
             split = splits[source]
+            if isinstance(split, PackedSplit):
+                offset = split.stretches(offset)[0][0]
             yield LocatedSample(
                 k=k,
                 source=mixture.sources[source].name,

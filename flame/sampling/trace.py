@@ -27,6 +27,7 @@ from flame.sampling.history import (
 from flame.sampling.mixture import Mixture, open_mixture, read_mixture
 from flame.sampling.sampler import MAX_SAMPLES, Sampler
 from flame.sampling.show import parse_override
+from flame.shards.packed import PackedSplit
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -165,8 +166,13 @@ def _traced(opened: OpenedMixture, ks: NDArray[np.int64], *, ids: bool) -> Itera
     located, window_len = opened.sampler.locate(ks), opened.sampler.window_len
     for k, source, offset in zip(ks.tolist(), located.source.tolist(), located.offset.tolist(), strict=True):
         split, name = opened.splits[source], opened.mixture.sources[source].name
-        for part in parts_of_window(split, offset, offset + window_len, opened.tokenizer, ids=ids):
-            yield {"k": k, "source": name, **part}
+        begin = 0
+        for start, stop in (
+            split.stretches(offset) if isinstance(split, PackedSplit) else [(offset, offset + window_len)]
+        ):
+            for part in parts_of_window(split, start, stop, opened.tokenizer, ids=ids):
+                yield {"k": k, "source": name, **part, "start": begin + part["start"]}
+            begin += stop - start
 
 
 def trace_steps(

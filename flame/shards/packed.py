@@ -18,13 +18,13 @@ _MAX_MAPPED = 12  # indices in a process, four descriptors each: beside 64 shard
 
 @dataclass(frozen=True)
 class Pieces:
-    """Parts of documents in packs, arrays of one length: the piece's document (as asked for, by its place), and where.
+    """Parts of documents in windows, arrays of one length; `which` is the place of the document among those asked for.
 
-    `start` is the piece's first token in its pack.
+    `start` is the part's first token in its window, which is a pack or not.
     """
 
     which: NDArray[np.int64]
-    pack: NDArray[np.int64]
+    window: NDArray[np.int64]
     start: NDArray[np.int64]
     num_tokens: NDArray[np.int64]
 
@@ -76,9 +76,9 @@ class PackedSplit(Split):
         """Return how many tokens of the pack that begins at `start` are padding: its last ones."""
         return self.context_len - sum(num_tokens for _, num_tokens in self._pieces_of(start, self.context_len))
 
-    def stretches(self, start: int, length: int) -> list[tuple[int, int]]:
+    def stretches(self, start: int) -> list[tuple[int, int]]:
         """Return the stretches `[start, stop)` of the split that the pack beginning at `start` is made of, in order."""
-        return [(first, first + num_tokens) for first, num_tokens in self._pieces_of(start, length)]
+        return [(first, first + num_tokens) for first, num_tokens in self._pieces_of(start, self.context_len)]
 
     def _pieces_of(self, start: int, length: int) -> list[tuple[int, int]]:
         """Return (first token of the split, tokens) of each piece of a pack."""
@@ -118,7 +118,7 @@ class PackedSplit(Split):
         for group in np.unique(groups):
             mine = groups == group
             pack[mine], within[mine] = self._group(int(group)).find(starts[mine])
-        return Pieces(which=which, pack=pack, start=within, num_tokens=num_tokens)
+        return Pieces(which=which, window=pack, start=within, num_tokens=num_tokens)
 
     def _group(self, number: int) -> _Group:
         if self._last_group is None or self._last_group[0] != number:

@@ -43,12 +43,18 @@ class TrainingData:
 
 
 def open_training_data(
-    dataset: str, data_probs: Sequence[float] | None, seed: int, *, moved: Sequence[str] = ()
+    dataset: str,
+    data_probs: Sequence[float] | None,
+    seed: int,
+    *,
+    moved: Sequence[str] = (),
+    packed_len: int | None = None,
 ) -> TrainingData:
     """Open `training.dataset`: one mixture manifest, or corpus folders separated by commas.
 
     `seed` is the data seed where the mixture is given as folders. `moved` are NAME=PATH of a manifest's sources that
-    lie elsewhere now; they must be the very corpora. Every shard's size and header is checked.
+    lie elsewhere now; they must be the very corpora. With `packed_len` folders are sampled by their packs of so many
+    tokens; a manifest says itself which are. Every shard's size and header is checked.
     """
     paths = [Path(part.strip()) for part in dataset.split(",") if part.strip()]
     manifests = [path for path in paths if path.is_file() or path.suffix == ".json"]
@@ -64,6 +70,12 @@ def open_training_data(
             got=dataset,
             fix="Leave training.data_probs away, or make another manifest with flame-mix create",
         )
+    if manifests and packed_len is not None:
+        raise UsageError(
+            "training.packing goes with corpus folders; a mixture manifest says how its sources are packed",
+            got=dataset,
+            fix="Leave training.packing away; flame-mix create --packing best_fit makes such a manifest",
+        )
     if moved and not manifests:
         raise UsageError(
             "training.source goes with a mixture manifest",
@@ -74,7 +86,7 @@ def open_training_data(
     mixture = (
         read_mixture(paths[0], overrides=overrides)
         if manifests
-        else mixture_of_corpora([str(path) for path in paths], data_probs, seed)
+        else mixture_of_corpora([str(path) for path in paths], data_probs, seed, packed_len=packed_len)
     )
     splits = tuple(open_mixture(mixture))
     for split in splits:

@@ -153,7 +153,7 @@ def data_change(saved: DataIdentity, current: DataIdentity, *, extends: bool = F
         if fingerprint not in saved.corpora.values():
             return DataChange(what=f"the corpus of source {name!r}", saved=_NO_SOURCE, current=fingerprint)
     return DataChange(
-        what="the mixture (its weights, splits, stages or the order of its sources)",
+        what="the mixture (its weights, splits, packing, stages or the order of its sources)",
         saved=saved.mixture_fingerprint,
         current=current.mixture_fingerprint,
     )

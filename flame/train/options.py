@@ -121,6 +121,12 @@ class TrainingOptions:
     window_len: int | None = option(
         None, help="unit of sampling, must divide seq_len; a resumed run keeps its own", unit="tokens"
     )
+    packing: str = option(
+        "windows",
+        choices=("windows", "best_fit"),
+        help="how corpus folders are sampled: best_fit takes the packs that flame-preprocess pack made for window_len "
+        "(default here context_len), in which no document that fits is cut; needs varlen",
+    )
     tokens: int | None = option(None, help="length of the run, instead of steps", unit="tokens", parse=parse_count)
     gradient_accumulation_steps: int = option(1, help="micro-batches a step", unit="micro-batches")
     steps: int = option(DEFAULT_STEPS, help="length of the run, over all its starts", unit="steps")
@@ -180,6 +186,10 @@ class TrainingOptions:
             )
 
     def _check_window(self) -> None:
+        if self.packing != "windows" and not self.varlen:
+            raise UsageError(
+                "--training.packing best_fit keeps documents apart, which needs varlen", fix="Add --training.varlen"
+            )
         if self.window_len is None:
             return
         if self.seq_len % self.window_len:
@@ -217,6 +227,11 @@ class TrainingOptions:
     def corpora(self) -> tuple[str, ...]:
         """The comma-separated parts of dataset."""
         return tuple(part.strip() for part in (self.dataset or "").split(",") if part.strip())
+
+    @property
+    def packed_len(self) -> int | None:
+        """The length of the packs that corpus folders are sampled by; None for windows."""
+        return None if self.packing == "windows" else self.window_len or self.longest_sequence
 
     @property
     def longest_sequence(self) -> int:

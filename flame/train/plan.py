@@ -36,7 +36,11 @@ def dry_run(config: TrainConfig, ranks: int) -> int:
     )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     data = open_training_data(
-        config.dataset, config.training.data_probs, config.training.seed, moved=config.training.source
+        config.dataset,
+        config.training.data_probs,
+        config.training.seed,
+        moved=config.training.source,
+        packed_len=config.training.packed_len,
     )
     check_tokenizer(config.model.tokenizer_path, data)
     options = config.checkpoint
@@ -48,7 +52,7 @@ def dry_run(config: TrainConfig, ranks: int) -> int:
         weights_only = options.initial_load_model_weights_only
         initial = find_initial(options.initial_load_path, weights_only=weights_only, fast_open=True)
     check_start(config.job.dump_folder, flatten(config), resuming=choice is not None)
-    geometry = batch_geometry(config, ranks, choice)
+    geometry = batch_geometry(config, ranks, choice, data.mixture)
     sampler = Sampler(data.mixture, data.splits, geometry.window_len)
     total_steps = config.total_steps(geometry.tokens_per_step)
     last_sample = total_steps * geometry.samples_per_step

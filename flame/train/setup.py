@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from flame.sampling.history import Segment, mixture_name
 from flame.sampling.mixture import Mixture, read_mixture
 from flame.sampling.position import DataPosition, check_windows_drawn, data_position
-from flame.sampling.sampler import BatchGeometry, Sampler, default_window_len
+from flame.sampling.sampler import BatchGeometry, Sampler, check_packs, default_window_len
 from flame.train.checkpoint import DataSegment, TrainState, agree_on_checkpoint, load_checkpoint
 from flame.train.checkpoint_files import Choice, abandon_later
 from flame.train.config import TrainConfig, flatten, to_toml
@@ -88,7 +88,9 @@ def prepare(config: TrainConfig, world: World, argv: Sequence[str]) -> Run:
     if config.training.deterministic:
         torch.use_deterministic_algorithms(True)
     options = config.training
-    data = open_training_data(config.dataset, options.data_probs, options.seed, moved=options.source)
+    data = open_training_data(
+        config.dataset, options.data_probs, options.seed, moved=options.source, packed_len=options.packed_len
+    )
     check_tokenizer(config.model.tokenizer_path, data)
     check_shared_folder(config.job.dump_folder, world)
     own, initial = _choose(config, world)
@@ -96,7 +98,7 @@ def prepare(config: TrainConfig, world: World, argv: Sequence[str]) -> Run:
     look = partial(parts_left_out, config.checkpoint.exclude_from_loading, choice, flatten(config), own=own is not None)
     left_out = on_main("reading what is not to be loaded", look, world)
     in_data = None if TRAIN_STATE in left_out else choice  # whose place in the data is gone on from
-    geometry = batch_geometry(config, world.dp_size, in_data)
+    geometry = batch_geometry(config, world.dp_size, in_data, data.mixture)
     identity = data.identity(geometry.window_len)
     if in_data is not None:
         identity = settle_data_identity(
@@ -189,10 +191,11 @@ def _choose(config: TrainConfig, world: World) -> tuple[Choice | None, InitialWe
     )
 
 
-def batch_geometry(config: TrainConfig, dp_size: int, choice: Choice | None) -> BatchGeometry:
+def batch_geometry(config: TrainConfig, dp_size: int, choice: Choice | None, mixture: Mixture) -> BatchGeometry:
     """Return how samples become steps; a resumed run keeps its window_len unless another is asked for."""
     training = config.training
-    window_len = training.window_len
+    check_packs(mixture, varlen=training.varlen)
+    window_len = training.window_len or mixture.packed_len
     if window_len is None and choice is not None and choice.complete.identity is not None:
         window_len = choice.complete.identity.window_len
     if window_len is None:

@@ -133,7 +133,7 @@ def short_weights(value: dict[str, Any]) -> None:
 
 
 def next_version(value: dict[str, Any]) -> None:
-    value["format_version"] = 2
+    value["format_version"] = 3
 
 
 def no_number(value: dict[str, Any]) -> None:
@@ -150,7 +150,7 @@ def no_number(value: dict[str, Any]) -> None:
         (short_weights, r"stages\[0\] do not fit .*sum to 4194303"),
         (no_name, r"wrong at sources\[1\].name"),
         (no_cap, r"wrong at sources\[0\].max_epochs .*got '4'"),
-        (next_version, "format_version 2"),
+        (next_version, "format_version 3"),
     ],
 )
 def test_a_damaged_manifest_is_refused(tmp_path: Path, damage: Callable[[dict[str, Any]], None], message: str) -> None:

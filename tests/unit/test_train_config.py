@@ -52,6 +52,7 @@ SURFACE: dict[str, Any] = {
     "training.context_len": None,
     "training.varlen": False,
     "training.window_len": None,
+    "training.packing": "windows",
     "training.tokens": None,
     "training.gradient_accumulation_steps": 1,
     "training.steps": 10_000,
