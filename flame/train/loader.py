@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flame.errors import TrainingError
-from flame.sampling.packing import IGNORE_INDEX, PackedBatch, pack_windows
+from flame.sampling.packing import Memory, PackedBatch, pack_windows
 from flame.sampling.sampler import BatchGeometry, Sampler, sample_indices
 from flame.shards.reader import Split
 
@@ -123,20 +123,24 @@ class StepLoader:
 
     def _read(self, planned: PlannedStep) -> StepBatch:
         """Read a step into host memory, pinned where it will be copied to a GPU."""
-        batches = [self._pack(planned, micro_step) for micro_step in range(self._geometry.accumulation)]
+        memories = [_HostMemory(pinned=self._device.type == "cuda") for _ in range(self._geometry.accumulation)]
+        batches = [self._pack(planned, micro_step, memory) for micro_step, memory in enumerate(memories)]
+        by_sample = np.concatenate([batch.labels_by_sample for batch in batches])
         return StepBatch(
-            micro_batches=tuple(on_host(batch, pinned=self._device.type == "cuda") for batch in batches),
-            num_labels=sum(batch.num_labels for batch in batches),
+            micro_batches=tuple(memory.tensors(batch) for memory, batch in zip(memories, batches, strict=True)),
+            num_labels=int(by_sample.sum()),
             samples=planned.samples.reshape(-1),
             sources=planned.sources.reshape(-1),
-            labels_by_sample=np.concatenate([labels_by_sample(batch) for batch in batches]),
+            labels_by_sample=by_sample,
             consumed_samples=planned.consumed_samples,
         )
 
-    def _pack(self, planned: PlannedStep, micro_step: int) -> PackedBatch:
+    def _pack(self, planned: PlannedStep, micro_step: int, memory: _HostMemory) -> PackedBatch:
         sources, offsets = planned.sources[micro_step], planned.offsets[micro_step].tolist()
         windows = [(self._splits[source], offset) for source, offset in zip(sources.tolist(), offsets, strict=True)]
-        batch = pack_windows(windows, self._geometry, sources=sources, samples=planned.samples[micro_step])
+        batch = pack_windows(
+            windows, self._geometry, sources=sources, samples=planned.samples[micro_step], memory=memory.pinned
+        )
         if batch.max_token_id >= self._num_embeddings:
             raise TrainingError(
                 "a sample holds a token id that the model has no embedding for",
@@ -180,10 +184,40 @@ def plan_steps(
         consumed_samples = firsts[-1] + per_step
 
 
-def labels_by_sample(batch: PackedBatch) -> NDArray[np.int64]:
-    """Return how many labels each window of a micro-batch has."""
-    labels = (batch.labels != IGNORE_INDEX).reshape(len(batch.samples), -1)
-    return np.count_nonzero(labels, axis=1).astype(np.int64)
+class _HostMemory:
+    """What a micro-batch is written into: pinned in one piece, where a GPU will copy it, else its arrays' own memory.
+
+    Each batch has its own. Torch keeps pinned memory for later batches, and gives it out again only once no tensor is
+    in it and no copy out of it is under way.
+    """
+
+    def __init__(self, *, pinned: bool) -> None:
+        self.pinned: Memory | None = self._allocate if pinned else None
+        self._whole: Tensor | None = None
+
+    def _allocate(self, length: int) -> NDArray[np.int32]:
+        self._whole = _pinned(length)
+        values: NDArray[np.int32] = self._whole.numpy()
+        return values
+
+    def tensors(self, batch: PackedBatch) -> MicroBatch:
+        """Return a batch that was packed here as tensors over the same memory."""
+        if self._whole is None:
+            return on_host(batch, pinned=False)
+        size = batch.input_ids.size
+        ids, labels, positions = self._whole[: 3 * size].view(3, *batch.input_ids.shape)
+        return MicroBatch(
+            input_ids=ids,
+            labels=labels,
+            positions=positions,
+            cu_seqlens=None if batch.cu_seqlens is None else self._whole[3 * size :],
+            max_seqlen=batch.max_seqlen,
+            lengths=batch.lengths.astype(np.int64),
+        )
+
+
+def _pinned(length: int) -> Tensor:
+    return torch.empty(length, dtype=torch.int32, pin_memory=True)
 
 
 def on_host(batch: PackedBatch, *, pinned: bool) -> MicroBatch:

@@ -277,3 +277,32 @@ def test_positions_far_into_a_run_are_exact(sampler: Sampler, splits: list[Split
     again = read_steps(sampler, splits, geometry(), 1, consumed_samples=far + 24)
     assert content(whole[2]) == content(again[0])
     assert whole[2].samples.tolist() == list(range(far + 24, far + 36))
+
+
+@pytest.mark.parametrize("varlen", [True, False])
+def test_what_is_written_into_one_piece_of_memory_is_the_same_batch(
+    sampler: Sampler, splits: list[Split], monkeypatch: pytest.MonkeyPatch, varlen: bool
+) -> None:
+    """As for a GPU, whose pinned memory is a piece a micro-batch; no two batches share any of it."""
+    chosen = geometry() if varlen else geometry(seq_len=WINDOW, context_len=WINDOW, varlen=False)
+    expected = read_steps(sampler, splits, chosen, 8, num_threads=0)
+    pieces: list[torch.Tensor] = []
+
+    def one_piece(length: int) -> torch.Tensor:
+        pieces.append(torch.full((length,), 77, dtype=torch.int32))
+        return pieces[-1]
+
+    monkeypatch.setattr(loader_module, "_pinned", one_piece)
+    into_memory = loader_module._HostMemory
+    monkeypatch.setattr(loader_module, "_HostMemory", lambda pinned: into_memory(pinned=True))
+    found = read_steps(sampler, splits, chosen, 8, num_threads=3, prefetch_steps=5)
+    assert [content(step) for step in found] == [content(step) for step in expected]
+    assert len({piece.data_ptr() for piece in pieces}) == len(pieces) >= 8 * 3
+    owned = {piece.untyped_storage().data_ptr() for piece in pieces}
+    for step in found:
+        for batch in step.micro_batches:
+            tensors = [batch.input_ids, batch.labels, batch.positions]
+            tensors += [] if batch.cu_seqlens is None else [batch.cu_seqlens]
+            assert {tensor.untyped_storage().data_ptr() for tensor in tensors} < owned
+            assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1
+            assert all(tensor.is_contiguous() for tensor in tensors)
