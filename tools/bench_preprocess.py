@@ -32,6 +32,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 MB = 1e6
+FASTEST = "gigatoken"  # what auto takes, but not before it is checked for so little input
 SPEED = "MB of text per CPU second"
 SECONDS_BETWEEN_SAMPLES = 0.1
 
@@ -123,9 +124,9 @@ def main() -> None:
             peers = measure_peers(arguments, files, tokenizer, folder) if arguments.peer else {}
             for engine in arguments.engines:
                 first, whole = folder / f"first-{engine}", folder / engine
-                for _ in range(2):  # the second does not pay what is paid once
+                for asked in (FASTEST if engine == "auto" else engine, engine):  # the first pays what is paid once
                     shutil.rmtree(first, ignore_errors=True)
-                    start = measure(our_command(arguments, engine, tokenizer, first, files[0]), first, {})
+                    start = measure(our_command(arguments, asked, tokenizer, first, files[0]), first, {})
                 command = our_command(arguments, engine, tokenizer, whole, f"{arguments.data}/*.parquet")
                 ours = measure(command, whole, {})
                 name = tokenizer.name if engine == arguments.engines[0] else f"{tokenizer.name}@{engine}"

@@ -42,7 +42,7 @@ COMPARED_EVERY = 1000
 # A document beyond this is not compared: the reference needs 120 times its memory.
 MOST_COMPARED_BYTES = 2**20
 # Below this much input, the reference is done sooner than a screen is made.
-SMALL_INPUT_BYTES = 2**26
+SMALL_INPUT_BYTES = 2**25
 
 
 class EngineDifferenceError(Exception):
