@@ -15,8 +15,10 @@ from flame.shards.reader import Split
 
 IGNORE_INDEX = -100
 
+# Returns memory for so many values, contiguous, which nobody else uses while the batch is in use.
 Memory = Callable[[int], NDArray[np.int32]]
-"""Returns memory for so many values, contiguous, which nobody else uses while the batch is in use."""
+# What `Split.view_window` returns of a window: its tokens, the document ends in it, and what those are counted from.
+View = tuple[NDArray[np.uint32], NDArray[np.uint64], int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,13 +37,13 @@ class PackedBatch:
     cu_seqlens: NDArray[np.int32] | None
     max_seqlen: int | None
     lengths: NDArray[np.int32]
-    labels_by_sample: NDArray[np.int64]
+    labels_by_sample: tuple[int, ...]
     sources: NDArray[np.int32]
     samples: NDArray[np.int64]
 
     @property
     def num_labels(self) -> int:
-        return int(self.labels_by_sample.sum())
+        return sum(self.labels_by_sample)
 
     @property
     def max_token_id(self) -> int:
@@ -71,121 +73,121 @@ def pack_windows(
     """Return the micro-batch of these windows, each a split and its first token; rows follow one another.
 
     With varlen a document's last token has no label, and sequences begin at each window, each document in it, and every
-    context_len tokens within those. Without it every position has a label. What a model reads is written into one piece
-    of `memory`, in its fields' order; without it, into memory of the batch's own.
+    context_len tokens within those. Without it every position has a label. What a model reads is written into
+    `memory`, which is asked once for ids, labels and positions together, and once for cu_seqlens; without it, into
+    memory of the batch's own.
     """
     N, S = len(windows), geometry.window_len
+    T = N * S
     views = [split.view_window(offset, S) for split, offset in windows]
+    out = np.empty(2 * T, dtype=np.int32) if memory is None else memory(3 * T)
+    ids, labels = out[:T], out[T : 2 * T]
+    _copy_tokens(views, S, ids.view(np.uint32), labels.view(np.uint32))
     if not geometry.varlen:
-        out = np.empty(3 * N * S, dtype=np.int32) if memory is None else memory(3 * N * S)
-        ids, labels, positions = out.reshape(3, N, S)
-        _copy_tokens(views, ids, labels)
-        positions[:] = _counting(S)
+        positions = np.tile(_counting(S), N)
         return PackedBatch(
-            input_ids=ids,
-            labels=labels,
-            positions=positions,
+            input_ids=ids.reshape(N, S),
+            labels=labels.reshape(N, S),
+            positions=_placed(positions, None if memory is None else out[2 * T :]).reshape(N, S),
             cu_seqlens=None,
             max_seqlen=None,
             lengths=np.full(N, S, dtype=np.int32),
-            labels_by_sample=np.full(N, S, dtype=np.int64),
+            labels_by_sample=(S,) * N,
             sources=sources,
             samples=samples,
         )
-    ends = [(base, window_ends.tolist()) for _, window_ends, base in views]
     try:
-        cuts, stops = cut_sequences(ends, S, geometry.context_len)
-    except ValueError:
+        cuts, lengths = cut_sequences(views, S, geometry.context_len, labels.data)
+    except (ValueError, IndexError):
         for split, offset in windows:
             if not isinstance(split, PackedSplit):
                 split.ends_between(offset, offset + S)  # raises for the damaged one, with the file's name
         raise
-    T = N * S
-    cu_seqlens = np.array(cuts, dtype=np.int32)
-    lengths = cu_seqlens[1:] - cu_seqlens[:-1]
-    each_length = lengths.tolist()
-    if memory is None:
-        ids, labels = np.empty((2, 1, T), dtype=np.int32)
-        positions = _positions(each_length)
-    else:
-        out = memory(3 * T + len(cuts))
-        ids, labels, positions = out[: 3 * T].reshape(3, 1, T)
-        positions[:] = _positions(each_length)
-        out[3 * T :] = cu_seqlens
-        cu_seqlens = out[3 * T :]
-    _copy_tokens(views, ids.reshape(N, S), labels.reshape(N, S))
-    unlabelled = labels.data.cast("B").cast("i")
-    for stop in stops:
-        unlabelled[stop - 1] = IGNORE_INDEX
-    labels_by_sample = np.array([S - len(window_ends) for _, window_ends in ends], dtype=np.int64)
+    labels_by_sample = [S - len(ends) for _, ends, _ in views]
     for window, (split, offset) in enumerate(windows):
         if isinstance(split, PackedSplit) and (num_padding := split.num_padding(offset)):
-            labels[0, (window + 1) * S - num_padding : (window + 1) * S] = IGNORE_INDEX
+            labels[(window + 1) * S - num_padding : (window + 1) * S] = IGNORE_INDEX
             labels_by_sample[window] -= num_padding - 1  # its last token counts as a sequence's
+    cu_seqlens = np.array(cuts, dtype=np.int32)
     return PackedBatch(
-        input_ids=ids,
-        labels=labels,
-        positions=positions,
-        cu_seqlens=cu_seqlens,
-        max_seqlen=max(each_length),
-        lengths=lengths,
-        labels_by_sample=labels_by_sample,
+        input_ids=ids.reshape(1, T),
+        labels=labels.reshape(1, T),
+        positions=_placed(_positions(lengths), None if memory is None else out[2 * T :]).reshape(1, T),
+        cu_seqlens=_placed(cu_seqlens, None if memory is None else memory(len(cuts))),
+        max_seqlen=max(lengths),
+        lengths=cu_seqlens[1:] - cu_seqlens[:-1],
+        labels_by_sample=tuple(labels_by_sample),
         sources=sources,
         samples=samples,
     )
 
 
-def _copy_tokens(
-    views: Sequence[tuple[NDArray[np.uint32], NDArray[np.uint64], int]],
-    ids_NS: NDArray[np.int32],
-    labels_NS: NDArray[np.int32],
-) -> None:
+def _copy_tokens(views: Sequence[View], window_len: int, ids: NDArray[np.uint32], labels: NDArray[np.uint32]) -> None:
     """Fill ids and labels, both from the map: its tokens are in the cache for the second.
 
     (One from the other costs more: reads four bytes behind writes make the processor wait.)
     """
-    for (tokens, _, _), ids_S, labels_S in zip(views, ids_NS.view(np.uint32), labels_NS.view(np.uint32), strict=True):
-        ids_S[:] = tokens[:-1]
-        labels_S[:] = tokens[1:]
+    begin, stop = 0, window_len
+    for tokens, _, _ in views:
+        ids[begin:stop] = tokens[:-1]
+        labels[begin:stop] = tokens[1:]
+        begin, stop = stop, stop + window_len
+
+
+def _placed(values: NDArray[np.int32], place: NDArray[np.int32] | None) -> NDArray[np.int32]:
+    """Return `values`, copied to `place` if there is one."""
+    if place is None:
+        return values
+    place[:] = values
+    return place
 
 
 def cut_sequences(
-    document_ends: Sequence[tuple[int, Sequence[int]]], window_len: int, context_len: int
+    views: Sequence[View], window_len: int, context_len: int, labels: memoryview[int]
 ) -> tuple[list[int], list[int]]:
-    """Return cu_seqlens, cut at windows, at document ends, and every `context_len` tokens between; and documents' ends.
+    """Return cu_seqlens, cut at windows, at document ends, and every `context_len` tokens between; and their lengths.
 
-    `document_ends` are a base and the ends counted from it, of each window; what is returned is in tokens of all
-    windows laid one behind the other. Raises `ValueError` unless they rise. A loop in Python: sequences are hundreds of
-    tokens long, and the dozen steps in numpy that do the same cost as much as a hundred turns of it.
+    `views` are what `view_window` returns of each window; what is returned is in tokens of all windows laid one behind
+    the other, as `labels` are, of which each document's last becomes `IGNORE_INDEX`. Raises `ValueError` or
+    `IndexError` where ends do not rise. One loop in Python for all of it: sequences are hundreds of tokens long, and
+    the dozen steps in numpy that do the same cost as much as a hundred turns of it.
     """
-    cuts, stops = [0], []
+    cuts, lengths = [0], []
     before = begin = 0
-    for base, ends in document_ends:
+    for _, ends, base in views:
         shift = begin - base
-        for end in ends:
+        for end in ends.tolist():
             stop = shift + end
-            if stop <= before:
+            length = stop - before
+            if length <= 0:
                 raise ValueError("document ends fall")
-            stops.append(stop)
-            while stop - before > context_len:
+            labels[stop - 1] = IGNORE_INDEX
+            while length > context_len:
                 before += context_len
+                length -= context_len
                 cuts.append(before)
+                lengths.append(context_len)
             cuts.append(stop)
+            lengths.append(length)
             before = stop
         begin += window_len
-        while begin - before > context_len:
+        length = begin - before
+        while length > context_len:
             before += context_len
+            length -= context_len
             cuts.append(before)
-        if before < begin:  # a document and its window may end together
+            lengths.append(context_len)
+        if length:  # a document and its window may end together
             cuts.append(begin)
+            lengths.append(length)
             before = begin
-    return cuts, stops
+    return cuts, lengths
 
 
 def _positions(lengths: Sequence[int]) -> NDArray[np.int32]:
-    """Return 0, 1, 2 … of each of consecutive sequences, `[1, T]`."""
+    """Return 0, 1, 2 … of each of consecutive sequences, `[T]`."""
     joined = bytearray().join(map(_COUNTS.__getitem__, lengths))
-    return np.frombuffer(joined, dtype=np.int32).reshape(1, -1)
+    return np.frombuffer(joined, dtype=np.int32)
 
 
 class _Counts(dict[int, memoryview]):

