@@ -35,14 +35,15 @@ if TYPE_CHECKING:
     from flame.preprocess.plan import Task
     from flame.preprocess.reports import Progress
 
-# One thread a process: the processes are the parallelism, and a fork must find no other thread (which other allocators
-# of Arrow's would start when it is imported).
+# One thread a process: the processes are the parallelism, and a fork must find no other thread (one of Arrow's allocators
+# would start one when it is imported).
 ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
     "RAYON_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
+    "JE_ARROW_MALLOC_CONF": "background_thread:false",
     "ARROW_DEFAULT_MEMORY_POOL": "system",  # so that what Arrow frees can be given back
 }
 
