@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from flame.preprocess.plan import Task
     from flame.preprocess.reports import Progress
 
-# One thread a process: the processes are the parallelism, and a fork must find no other thread (one of Arrow's allocators
+# One thread a process: the processes are the parallelism, and a fork must find no other thread (an allocator of Arrow's
 # would start one when it is imported).
 ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
