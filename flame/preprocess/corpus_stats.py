@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
-import signal
 import sys
 import tempfile
 from collections import deque
@@ -22,6 +21,7 @@ from tqdm import tqdm
 from flame.errors import CorpusError, FlameError
 from flame.preprocess.distribution import Distribution
 from flame.preprocess.duplicates import Copies, CopyCounter
+from flame.preprocess.forks import interrupts_ignored
 from flame.preprocess.shard_stats import ShardJob, ShardStats, count_shard
 from flame.preprocess.tally import Tally
 from flame.shards.reader import Corpus
@@ -129,16 +129,6 @@ def _counted(jobs: Sequence[ShardJob], num_workers: int | None) -> Iterator[Shar
                 ahead += 1
             yield count_shard(job) if pool is None else _result(waiting.popleft(), job)
             bar.update(job.shard.num_tokens)
-
-
-@contextlib.contextmanager
-def interrupts_ignored() -> Iterator[None]:
-    """Let a process that is started in here ignore Ctrl-C: this one takes it, and ends the others."""
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def _result(future: Future[ShardStats], job: ShardJob) -> ShardStats:

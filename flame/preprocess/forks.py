@@ -1,12 +1,13 @@
-"""Forks of a process with a single thread: what they return, and how they died."""
+"""Processes beside this one: forks of a single thread, what they return, how they died, and who hears Ctrl-C."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Pipe
 from typing import TypeVar
 
@@ -31,6 +32,16 @@ def die_with_parent(parent: int) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
+
+
+@contextlib.contextmanager
+def interrupts_ignored() -> Iterator[None]:
+    """Let a process that is started in here ignore Ctrl-C: this one takes it, and ends the others."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def in_a_fork(function: Callable[[], T]) -> T:

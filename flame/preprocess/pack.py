@@ -27,9 +27,10 @@ from tqdm import tqdm
 from flame.config import option, parse_count
 from flame.errors import CorpusError, FlameError, UsageError
 from flame.files import exclusive_lock
-from flame.preprocess.corpus_stats import interrupts_ignored
+from flame.preprocess.forks import interrupts_ignored
 from flame.preprocess.pack_groups import GroupJob, PackedGroup, groups_of, pack_group
 from flame.preprocess.pack_report import CutCounts, Report, report_lines
+from flame.shards.array_file import ArrayFile
 from flame.shards.format import MANIFEST
 from flame.shards.packs import (
     ARRAYS,
@@ -42,7 +43,6 @@ from flame.shards.packs import (
     write_packs,
 )
 from flame.shards.reader import Corpus, Split
-from flame.shards.writer import ArrayFile
 
 PROCESS_TOKENS = 1 << 29  # fewer are packed sooner than processes start
 

@@ -7,79 +7,18 @@ shards belong to a corpus is said by the task's receipt, which the builder publi
 from __future__ import annotations
 
 import contextlib
-import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import xxhash
 from numpy.typing import NDArray
 
-from flame.files import named_disk_errors, publish, temporary_path
-from flame.shards.format import (
-    END_DTYPE,
-    HEADER_BYTES,
-    TOKEN_DTYPE,
-    docs_path,
-    ends_path,
-    npy_header,
-    shard_name,
-    tokens_path,
-)
+from flame.shards.array_file import ArrayFile
+from flame.shards.format import END_DTYPE, TOKEN_DTYPE, docs_path, ends_path, shard_name, tokens_path
 from flame.shards.manifest import ShardInfo
 from flame.shards.provenance import PROVENANCE_FIELDS as PROVENANCE_FIELDS  # the schema that `docs` begins with
 from flame.shards.provenance import ProvenanceFile
-
-WRITE_BUFFER_BYTES = 1 << 20
-
-
-class ArrayFile:
-    """One `.npy` file being written: appended to, hashed, then sealed with its true length.
-
-    `append` takes values of `dtype`; the checksum is xxh3-128 of the payload, after the header.
-    """
-
-    def __init__(self, path: Path, dtype: np.dtype[np.unsignedinteger]) -> None:
-        self.path = path
-        self.length = 0
-        self._dtype = dtype
-        self._digest = xxhash.xxh3_128()
-        self._temporary = temporary_path(path)
-        with named_disk_errors(path, HEADER_BYTES):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = open(self._temporary, "wb", buffering=WRITE_BUFFER_BYTES)  # noqa: SIM115
-            self._file.write(npy_header(dtype, 0))
-
-    def append(self, values: NDArray[np.unsignedinteger]) -> None:
-        """Write `values` (1-D) behind the others."""
-        assert values.ndim == 1 and np.can_cast(values.dtype, self._dtype, "safe"), "values of the file's own type"
-        if len(values) == 0:
-            return
-        data = np.ascontiguousarray(values, dtype=self._dtype).data.cast("B")
-        self._digest.update(data)
-        with named_disk_errors(self.path, len(data)):
-            self._file.write(data)
-        self.length += len(values)
-
-    def seal(self) -> str:
-        """Patch the header, make the bytes durable, close; returns the checksum. The name is still temporary."""
-        with named_disk_errors(self.path, WRITE_BUFFER_BYTES):
-            self._file.flush()
-            os.pwrite(self._file.fileno(), npy_header(self._dtype, self.length), 0)
-            os.fsync(self._file.fileno())
-            self._file.close()
-        return f"xxh3:{self._digest.hexdigest()}"
-
-    def publish(self) -> None:
-        """Give the sealed file its name."""
-        publish(self._temporary, self.path)
-
-    def abort(self) -> None:
-        """Close and delete what was written."""
-        with contextlib.suppress(OSError):
-            self._file.close()  # flushes, and a full disk may be why this is aborted
-        self._temporary.unlink(missing_ok=True)
 
 
 class ShardWriter:
