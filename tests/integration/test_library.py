@@ -38,12 +38,13 @@ INTERFACE = {
     },
     "flame.shards.token_bytes": {"token_bytes": "tokenizer info"},
     "flame.sampling.mixture": {
-        "Mixture": "data_seed sources stages parents | fingerprint is_continuation_of to_json",
-        "Source": "name corpus split fingerprint num_tokens max_epochs |",
+        "Mixture": "data_seed sources stages parents | "
+        "fingerprint format_version is_continuation_of packed_len to_json",
+        "Source": "name corpus split fingerprint num_tokens max_epochs packs | content",
         "Stage": "start_tokens weights |",
         "read_mixture": "path overrides",
         "write_mixture": "path mixture",
-        "mixture_of_corpora": "corpora weights data_seed",
+        "mixture_of_corpora": "corpora weights data_seed packed_len",
         "open_mixture": "mixture",
     },
     "flame.sampling.dataset": {

@@ -204,7 +204,7 @@ def test_a_pack_is_documents_and_then_padding_without_labels(corpus: Path) -> No
     ends = split.ends_between(0, split.num_tokens)
     following = np.delete(tokens, [0, *ends[:-1].tolist()])
     assert sorted(labels[labels != IGNORE_INDEX].tolist()) == sorted(following.tolist())
-    assert batch.labels_by_sample.tolist() == np.count_nonzero(labels != IGNORE_INDEX, axis=1).tolist()
+    assert list(batch.labels_by_sample) == np.count_nonzero(labels != IGNORE_INDEX, axis=1).tolist()
     assert batch.num_labels == len(following)
     assert batch.cu_seqlens is not None and batch.cu_seqlens[-1] == batch.input_ids.size
     begins = set(batch.cu_seqlens[:-1].tolist())
