@@ -78,10 +78,12 @@ def test_a_run_that_is_killed_and_stopped_stays_one_run_with_each_step_once(fold
     assert [event.value for event in found] == pytest.approx([loss for _, loss in logged])
 
     files = sorted((run / "wandb").glob("offline-run-*-mine/run-mine.wandb"))
-    assert len(files) == 3
-    for file, begin, end in zip(files[1:], segments[1:], [segments[2]["step"], STEPS], strict=True):
+    *killed, stopped, ended = files
+    for file, begin, end in ((stopped, segments[1], segments[2]["step"]), (ended, segments[2], STEPS)):
         assert steps_in_wandb(file) == logged[begin["step"] : end]
-    assert steps_in_wandb(files[0]) == logged[: len(steps_in_wandb(files[0]))]
+    assert len(killed) <= 1  # it may not have opened its file yet: training waits for no logger
+    for file in killed:
+        assert steps_in_wandb(file) == logged[: len(steps_in_wandb(file))]
 
 
 def test_a_logger_that_fails_does_not_stop_a_run_and_all_ranks_may_log(folder: Path, tmp_path: Path) -> None:
