@@ -98,7 +98,7 @@ def _triton_losses(*args: Any, **options: Any) -> None:
 
 
 ATTENTION: dict[str, Implementation] = {
-    "fa4": Implementation(run=fa4_attention, refusal=_fa4_refusal, deterministic=False),
+    "fa4": Implementation(run=fa4_attention, refusal=_fa4_refusal, deterministic=True),
     "torch_varlen": Implementation(
         run=torch_varlen_attention, refusal=_gpu_refusal, deterministic=True, softcaps=False
     ),

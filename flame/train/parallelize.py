@@ -69,7 +69,7 @@ def parallelize(
         fully_shard(block, reshard_after_forward=_reshards(reshard_after_forward, last, sharded), **options)
     fully_shard(module, reshard_after_forward=reshard_after_forward == "always", **options)
     for part in module.modules():
-        if isinstance(part, FSDPModule):
+        if isinstance(part, FSDPModule) and mesh.size() > 1:  # one rank would divide by 1, in a pass of its own
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
     _materialize(module, weights, device, shards_at=torch.device("cpu") if cpu_offload else device)
