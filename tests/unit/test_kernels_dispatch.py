@@ -72,9 +72,8 @@ def test_fa4_is_first_where_it_is_installed_and_says_what_it_needs(monkeypatch: 
     with pytest.raises(UsageError, match=r"fa4 cannot be used here: it needs the package flash-attn-4"):
         on(9, requested="fa4")
     monkeypatch.setattr(dispatch, "_installed", lambda module: True)
-    assert on(9) == on(9, softcap=True) == "fa4"
+    assert on(9) == on(9, softcap=True) == on(9, deterministic=True) == "fa4"
     assert on(8) == on(10) == "torch_varlen"
-    assert on(9, deterministic=True) == "torch_varlen"
     with pytest.raises(UsageError, match=r"fa4 cannot be used here: it is used on GPUs of compute capability 9.0"):
         on(10, requested="fa4")
 
