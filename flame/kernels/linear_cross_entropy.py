@@ -17,7 +17,9 @@ from torch import Tensor
 from flame.kernels.dispatch import LOSSES, choose_loss
 from flame.kernels.loss_rows import LossTerms, RowLosses
 
-DEFAULT_CHUNK_BYTES = 768 << 20
+_CHUNK_BYTES = 768 << 20
+_SCRATCH_BYTES = 960 << 20
+"""Of a chunk's logits and what the fp32 gradient of the weight takes beyond its own dtype."""
 _CHUNK_MULTIPLE = 128
 
 
@@ -43,7 +45,7 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     label_smoothing: float = 0.0,
     implementation: str = "auto",
-    chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+    chunk_bytes: int | None = None,
 ) -> LossParts:
     """Return the cross entropy of `labels_T` under the logits `hidden_TD @ weight_VD.T + bias_V`, summed.
 
@@ -52,9 +54,10 @@ def linear_cross_entropy(
     label over the vocabulary. `implementation` is a name in `flame.kernels.dispatch.LOSSES`, or "auto".
 
     Products are taken in the inputs' own dtype, softmax and sums in fp32 (fp64 for fp64 inputs). Nothing waits for the
-    device. A chunk's logits take at most `chunk_bytes` (more, if those of 128 tokens do), and "torch" three times that
-    for fp32 copies. Gradients, where asked for, are made in forward and kept: `[T, D]` in the dtype of `hidden_TD`, and
-    `[V, D]` in fp32. The graph of a compiled caller holds this as one operator.
+    device. A chunk's logits take at most `chunk_bytes` (more, if those of 128 tokens do; see `default_chunk_bytes`), and
+    "torch" three times that for fp32 copies. Gradients, where asked for, are made in forward and kept: `[T, D]` in the
+    dtype of `hidden_TD`, and `[V, D]` in fp32. On a GPU, backward turns them into the result in their own memory, so
+    that autograd refuses a second backward through the same graph. The graph of a compiled caller holds one operator.
 
     Source: the gradient of a logit is softmax − onehot; making it in forward follows Hsu et al. 2024, "Liger Kernel";
     z-loss is that of Chowdhery et al. 2022, "PaLM".
@@ -70,7 +73,7 @@ def linear_cross_entropy(
         z_loss,
         label_smoothing,
         implementation,
-        _chunk_tokens(hidden_TD, weight_VD, chunk_bytes),
+        _chunk_tokens(hidden_TD, weight_VD, chunk_bytes or default_chunk_bytes(weight_VD)),
         wanted,
     )
     return LossParts(loss_sum, (labels_T != ignore_index).sum(), losses_T.detach())
@@ -198,8 +201,35 @@ _operator.register_autograd(_scaled_gradients, setup_context=_keep_gradients)
 
 
 def _scaled(stored: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return `stored × factor` in `dtype`, in one pass and without an fp32 copy; `stored` is left as it is."""
+    """Return `stored × factor` in `dtype`, rounded once; on a GPU in the memory of `stored`."""
+    if type(stored) is Tensor and stored.is_cuda:  # not what a compiler traces with
+        return scaled_in_place(stored.detach(), factor, dtype)
     return torch.mul(stored, factor, out=torch.empty_like(stored, dtype=dtype))
+
+
+def scaled_in_place(stored: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return `stored × factor` in `dtype`, no wider than that of `stored`, at the front of its memory.
+
+    A narrower result is written in pieces that double, each of which ends before what it is read from begins.
+    """
+    if dtype == stored.dtype:
+        return stored.mul_(factor)
+    flat, narrow = stored.view(-1), stored.view(-1).view(dtype)[: stored.numel()]
+    done, end = 0, max(1, flat.numel() // 16)
+    while done < flat.numel():
+        source = flat[done:end] if done else flat[:end].clone()
+        torch.mul(source, factor, out=narrow[done:end])
+        done, end = end, min(2 * end, flat.numel())
+    return narrow.view(stored.shape)
+
+
+def default_chunk_bytes(weight_VD: Tensor) -> int:
+    """Return the bytes of a chunk's logits with which the whole operator stays below 1 GiB beyond its gradients.
+
+    Where the fp32 gradient of the weight leaves less than a quarter of that, the chunk takes the quarter all the same.
+    """
+    wider = max(0, 4 - weight_VD.element_size()) * weight_VD.numel()
+    return min(_CHUNK_BYTES, max(_SCRATCH_BYTES // 4, _SCRATCH_BYTES - wider))
 
 
 def _chunk_tokens(hidden_TD: Tensor, weight_VD: Tensor, chunk_bytes: int) -> int:
