@@ -24,9 +24,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flame.sampling.interleave import integer_weights
-from flame.sampling.mixture import Mixture, Stage, open_mixture, source_of
+from flame.sampling.mixture import Mixture, Stage
 from flame.sampling.packing import PackedBatch, pack_windows
 from flame.sampling.sampler import BatchGeometry, Sampler
+from flame.sampling.sources import open_mixture, source_of
 from flame.shards.format import DEFAULT_SHARD_TOKENS, HEADER_BYTES, TOKEN_DTYPE, tokens_path
 from flame.shards.manifest import Manifest, SplitInfo, TokenizerInfo, write_manifest
 from flame.shards.reader import Split

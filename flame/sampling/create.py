@@ -13,21 +13,12 @@ from pathlib import Path
 from flame.config import option, parse_count
 from flame.errors import MixtureError, UsageError
 from flame.sampling.interleave import integer_weights
-from flame.sampling.mixture import (
-    DEFAULT_DATA_SEED,
-    PACKINGS,
-    WINDOWS,
-    Mixture,
-    Source,
-    Stage,
-    open_mixture,
-    source_of,
-    split_corpus_text,
-    write_mixture,
-)
+from flame.sampling.mixture import DEFAULT_DATA_SEED, PACKINGS, WINDOWS, Mixture, Source, Stage
+from flame.sampling.mixture_file import mixture_to_json, write_mixture
 from flame.sampling.plan import check_epochs
 from flame.sampling.recipe import read_recipe
 from flame.sampling.show import mixture_table
+from flame.sampling.sources import open_mixture, source_of, split_corpus_text
 from flame.sampling.weights import floored, tempered, unimax
 
 
@@ -262,7 +253,7 @@ def check_output(path: Path, mixture: Mixture, *, overwrite: bool) -> bool:
         found = json.loads(path.read_bytes())
     except (ValueError, OSError):
         found = None
-    if found == mixture.to_json(path.parent):
+    if found == mixture_to_json(mixture, path.parent):
         return True
     is_mixture = isinstance(found, dict) and "stages" in found and "data_seed" in found
     if is_mixture and overwrite:

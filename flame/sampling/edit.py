@@ -12,10 +12,12 @@ from flame.errors import UsageError
 from flame.sampling.create import SourceText, check_output, parse_source
 from flame.sampling.history import consumed_of_run
 from flame.sampling.interleave import TABLE_SLOTS, integer_weights
-from flame.sampling.mixture import Mixture, Stage, open_mixture, source_of, write_mixture
+from flame.sampling.mixture import Mixture, Stage
+from flame.sampling.mixture_file import write_mixture
 from flame.sampling.plan import check_epochs
 from flame.sampling.recipe import RAMP_STEPS, ramp_stages
 from flame.sampling.show import MixtureOptions, mixture_table
+from flame.sampling.sources import open_mixture, source_of
 
 
 def parse_weight(text: str) -> tuple[str, float]:

@@ -24,10 +24,12 @@ from flame.sampling.history import (
     read_segments,
     stretches_of,
 )
-from flame.sampling.mixture import Mixture, open_mixture, read_mixture
+from flame.sampling.mixture import Mixture
+from flame.sampling.mixture_file import read_mixture
 from flame.sampling.occurrences import Occurrences, epochs_of, occurrences
 from flame.sampling.sampler import MAX_SAMPLES, Sampler
 from flame.sampling.show import table
+from flame.sampling.sources import open_mixture
 from flame.sampling.trace import RESERVED, parse_stretch
 from flame.shards.reader import Split
 

@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flame.errors import FlameError, UsageError
-from flame.sampling.mixture import Mixture, read_mixture
+from flame.sampling.mixture import Mixture
+from flame.sampling.mixture_file import read_mixture
 
 SEGMENTS = "segments.jsonl"
 CONFIG = "config.toml"

@@ -36,7 +36,8 @@ from typing import Any, NoReturn
 from flame.config import parse_count
 from flame.errors import MixtureError, UsageError
 from flame.sampling.interleave import integer_weights
-from flame.sampling.mixture import DEFAULT_DATA_SEED, PACKINGS, WINDOWS, Mixture, Source, Stage, source_of
+from flame.sampling.mixture import DEFAULT_DATA_SEED, PACKINGS, WINDOWS, Mixture, Source, Stage
+from flame.sampling.sources import source_of
 from flame.sampling.weights import floored, ramp, tempered, unimax
 
 RAMP_STEPS = 8

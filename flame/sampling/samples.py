@@ -10,9 +10,10 @@ import numpy as np
 
 from flame.config import option, parse_count
 from flame.errors import UsageError
-from flame.sampling.mixture import Mixture, open_mixture
+from flame.sampling.mixture import Mixture
 from flame.sampling.sampler import MAX_SAMPLES, Sampler
 from flame.sampling.show import MixtureOptions, table
+from flame.sampling.sources import open_mixture
 from flame.shards.packed import PackedSplit
 
 _SAMPLES_AT_ONCE = 4096

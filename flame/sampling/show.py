@@ -11,7 +11,8 @@ from pathlib import Path
 
 from flame.config import option, parse_count
 from flame.errors import FlameError, UsageError
-from flame.sampling.mixture import Mixture, Source, read_mixture
+from flame.sampling.mixture import Mixture, Source
+from flame.sampling.mixture_file import mixture_to_json, read_mixture
 from flame.sampling.plan import SourcePlan, plan_stages
 from flame.sampling.stages import stage_tables
 from flame.shards.reader import Corpus
@@ -86,7 +87,12 @@ def show(options: ShowOptions) -> int:
         plot(options.plot, mixture, options.tokens, title=str(options.mixture))
     if options.json:
         plans = [[asdict(row) for row in plan] for plan in plan_stages(mixture, documents, options.tokens)]
-        value = {"fingerprint": mixture.fingerprint, **mixture.to_json(), "tokens": options.tokens, "plan": plans}
+        value = {
+            "fingerprint": mixture.fingerprint,
+            **mixture_to_json(mixture),
+            "tokens": options.tokens,
+            "plan": plans,
+        }
         print(json.dumps(value, ensure_ascii=False))
     else:
         print("\n".join(mixture_table(mixture, documents, options.tokens)))

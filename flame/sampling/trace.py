@@ -24,9 +24,11 @@ from flame.sampling.history import (
     read_segments,
     stretches_of,
 )
-from flame.sampling.mixture import Mixture, open_mixture, read_mixture
+from flame.sampling.mixture import Mixture
+from flame.sampling.mixture_file import read_mixture
 from flame.sampling.sampler import MAX_SAMPLES, Sampler
 from flame.sampling.show import parse_override
+from flame.sampling.sources import open_mixture
 from flame.shards.packed import PackedSplit
 
 if TYPE_CHECKING:

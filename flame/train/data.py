@@ -9,8 +9,10 @@ from typing import Any
 
 from flame.errors import TokenizerError, TrainingError, UsageError
 from flame.files import read_json_object
-from flame.sampling.mixture import Mixture, mixture_of_corpora, open_mixture, read_mixture
+from flame.sampling.mixture import Mixture
+from flame.sampling.mixture_file import read_mixture
 from flame.sampling.show import parse_override
+from flame.sampling.sources import mixture_of_corpora, open_mixture
 from flame.shards.manifest import TokenizerInfo
 from flame.shards.reader import Corpus, Split
 from flame.train.identity import DataIdentity

@@ -38,6 +38,7 @@ from flame.sampling.history import (
     read_starts,
 )
 from flame.sampling.mixture import Mixture
+from flame.sampling.mixture_file import mixture_to_json
 from flame.train.distributed import World, on_main, raise_together
 from flame.train.log import log
 
@@ -137,7 +138,7 @@ def write_config(run: Path, config_toml: str) -> None:
 def keep_mixture(run: Path, mixture: Mixture) -> Path:
     """Keep the mixture that the run draws from, with where its corpora lie now; returns the manifest's path."""
     path = run / mixture_name(mixture.fingerprint)
-    write_bytes(path, canonical_json(mixture.to_json(run)))
+    write_bytes(path, canonical_json(mixture_to_json(mixture, run)))
     return path
 
 

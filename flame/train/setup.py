@@ -11,7 +11,8 @@ import torch
 from torch.optim import Optimizer
 
 from flame.sampling.history import Segment, mixture_name
-from flame.sampling.mixture import Mixture, read_mixture
+from flame.sampling.mixture import Mixture
+from flame.sampling.mixture_file import read_mixture
 from flame.sampling.position import DataPosition, check_windows_drawn, data_position
 from flame.sampling.sampler import BatchGeometry, Sampler, check_packs, default_window_len
 from flame.train.checkpoint import DataSegment, TrainState, agree_on_checkpoint, load_checkpoint

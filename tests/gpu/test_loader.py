@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from flame.sampling.mixture import mixture_of_corpora, open_mixture
 from flame.sampling.sampler import BatchGeometry, Sampler
+from flame.sampling.sources import mixture_of_corpora, open_mixture
 from flame.train.loader import StepLoader
 from tests.corpora import make_corpus
 

@@ -15,8 +15,8 @@ import torch.distributed.checkpoint as dcp
 from transformers import AutoModelForCausalLM
 
 from flame.files import write_json
-from flame.sampling.mixture import mixture_of_corpora, open_mixture
 from flame.sampling.sampler import Sampler
+from flame.sampling.sources import mixture_of_corpora, open_mixture
 from flame.train.__main__ import main
 from flame.train.checkpoint_files import read_complete
 from flame.train.identity import segment_seed

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from flame.cli.export import main as export
-from flame.sampling.mixture import mixture_of_corpora, open_mixture
 from flame.sampling.sampler import Sampler
+from flame.sampling.sources import mixture_of_corpora, open_mixture
 from flame.train.__main__ import main as train
 from flame.train.checkpoint_tensors import StoredModel
 from tests.corpora import make_corpus

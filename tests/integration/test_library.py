@@ -20,7 +20,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from flame.errors import CorpusError
 from flame.sampling.dataset import MixtureDataset, rank_samples
-from flame.sampling.mixture import mixture_of_corpora, write_mixture
+from flame.sampling.mixture_file import write_mixture
+from flame.sampling.sources import mixture_of_corpora
 from flame.shards.reader import Corpus
 from flame.train.dataset import TorchDataset, collate
 from tests.builds import build_here, some_texts, texts_of, write_jsonl
@@ -38,12 +39,16 @@ INTERFACE = {
     },
     "flame.shards.token_bytes": {"token_bytes": "tokenizer info"},
     "flame.sampling.mixture": {
-        "Mixture": "data_seed sources stages parents | "
-        "fingerprint format_version is_continuation_of packed_len to_json",
+        "Mixture": "data_seed sources stages parents | fingerprint format_version is_continuation_of packed_len",
         "Source": "name corpus split fingerprint num_tokens max_epochs packs | content",
         "Stage": "start_tokens weights |",
+    },
+    "flame.sampling.mixture_file": {
         "read_mixture": "path overrides",
         "write_mixture": "path mixture",
+        "mixture_to_json": "mixture folder",
+    },
+    "flame.sampling.sources": {
         "mixture_of_corpora": "corpora weights data_seed packed_len",
         "open_mixture": "mixture",
     },

@@ -14,8 +14,10 @@ import numpy as np
 import pytest
 
 from flame.cli.mix import main
-from flame.sampling.mixture import Mixture, open_mixture, read_mixture
+from flame.sampling.mixture import Mixture
+from flame.sampling.mixture_file import read_mixture
 from flame.sampling.sampler import Sampler
+from flame.sampling.sources import open_mixture
 from tests.corpora import make_corpus
 
 Capture = pytest.CaptureFixture[str]

@@ -12,9 +12,10 @@ import pytest
 from flame.cli.mix import main as flame_mix
 from flame.errors import UsageError
 from flame.sampling.interleave import TABLE_SLOTS, integer_weights
-from flame.sampling.mixture import open_mixture, read_mixture
+from flame.sampling.mixture_file import read_mixture
 from flame.sampling.recipe import read_recipe
 from flame.sampling.sampler import Sampler
+from flame.sampling.sources import open_mixture
 from flame.train.__main__ import main as flame_train
 from tests.corpora import make_corpus
 from tests.runs import PROJECT, VOCABULARY, arguments, make_training_folder, random_documents, read_metrics

@@ -18,10 +18,12 @@ from flame.cli.mix import main
 from flame.sampling.documents import WantedDocuments
 from flame.sampling.find import find_in_mixture
 from flame.sampling.interleave import TABLE_SLOTS, SlotTable, integer_weights, slot_table
-from flame.sampling.mixture import Mixture, Source, Stage, mixture_of_corpora, write_mixture
+from flame.sampling.mixture import Mixture, Source, Stage
+from flame.sampling.mixture_file import write_mixture
 from flame.sampling.occurrences import epochs_of, occurrences
 from flame.sampling.permutation import MAX_SIZE, half_bits, permute_each, round_keys, unpermute_each
 from flame.sampling.sampler import Sampler
+from flame.sampling.sources import mixture_of_corpora
 from flame.sampling.trace import trace_samples
 from tests.corpora import make_corpus
 

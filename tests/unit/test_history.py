@@ -13,7 +13,7 @@ import pytest
 
 from flame.cli.mix import main
 from flame.sampling.history import Segment, read_segments
-from flame.sampling.mixture import mixture_of_corpora
+from flame.sampling.sources import mixture_of_corpora
 from flame.train.run import append_segment, check_start, keep_mixture, read_status, write_config, write_status
 from tests.corpora import make_corpus
 

@@ -14,18 +14,10 @@ import pytest
 
 from flame.errors import CorpusError, FlameError, MixtureError, UsageError
 from flame.sampling.interleave import TABLE_SLOTS
-from flame.sampling.mixture import (
-    Mixture,
-    Source,
-    Stage,
-    mixture_of_corpora,
-    open_mixture,
-    read_mixture,
-    source_of,
-    split_corpus_text,
-    write_mixture,
-)
+from flame.sampling.mixture import Mixture, Source, Stage
+from flame.sampling.mixture_file import mixture_to_json, read_mixture, write_mixture
 from flame.sampling.plan import check_epochs, longest_run, plan_stages
+from flame.sampling.sources import mixture_of_corpora, open_mixture, source_of, split_corpus_text
 from tests.corpora import make_corpus
 
 HALF = TABLE_SLOTS // 2
@@ -154,7 +146,7 @@ def no_number(value: dict[str, Any]) -> None:
     ],
 )
 def test_a_damaged_manifest_is_refused(tmp_path: Path, damage: Callable[[dict[str, Any]], None], message: str) -> None:
-    value = mixture().to_json()
+    value = mixture_to_json(mixture())
     damage(value)
     (tmp_path / "mix.json").write_text(json.dumps(value))
     with pytest.raises(MixtureError, match=message):

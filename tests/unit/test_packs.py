@@ -20,10 +20,11 @@ from flame.preprocess.best_fit import best_fit_decreasing
 from flame.preprocess.pack import pack_split
 from flame.preprocess.pack_groups import cut_into_pieces
 from flame.sampling.dataset import MixtureDataset
-from flame.sampling.mixture import mixture_of_corpora, read_mixture, write_mixture
+from flame.sampling.mixture_file import mixture_to_json, read_mixture, write_mixture
 from flame.sampling.packing import IGNORE_INDEX, pack
 from flame.sampling.recipe import read_recipe
 from flame.sampling.sampler import BatchGeometry, Sampler
+from flame.sampling.sources import mixture_of_corpora
 from flame.shards.packed import open_packed
 from flame.shards.packs import packs_folder
 from flame.shards.reader import Corpus
@@ -260,7 +261,7 @@ def test_the_manifest_says_what_is_packed_and_an_old_reader_refuses_it(corpus: P
     write_mixture(tmp_path / "mix.json", packed)
     value = json.loads((tmp_path / "mix.json").read_bytes())
     assert value["format_version"] == 2 and value["sources"][0]["packing"] == "best_fit"
-    assert read_mixture(tmp_path / "mix.json") == packed and "packing" not in windows.to_json()["sources"][0]
+    assert read_mixture(tmp_path / "mix.json") == packed and "packing" not in mixture_to_json(windows)["sources"][0]
     recipe = tmp_path / "mix.toml"
     recipe.write_text(
         '[sources.web]\ncorpus = "web"\npacking = "best_fit"\ncontext_len = 16\n[[stages]]\nweights = "natural"\n'

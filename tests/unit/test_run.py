@@ -11,7 +11,8 @@ import pytest
 
 from flame.errors import CheckpointError, TrainingError
 from flame.sampling.history import Segment
-from flame.sampling.mixture import mixture_of_corpora, read_mixture
+from flame.sampling.mixture_file import read_mixture
+from flame.sampling.sources import mixture_of_corpora
 from flame.train.identity import DataIdentity, compare_model_config, settle_data_identity
 from flame.train.initial import read_config
 from flame.train.run import (

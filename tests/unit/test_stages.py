@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from flame.cli.mix import main
 from flame.sampling.interleave import TABLE_SLOTS, integer_weights
-from flame.sampling.mixture import Mixture, Source, Stage, write_mixture
+from flame.sampling.mixture import Mixture, Source, Stage
+from flame.sampling.mixture_file import write_mixture
 from flame.sampling.mixture_plot import proportions_over_tokens
 from flame.sampling.plan import plan_stages
 from flame.sampling.recipe import ramp_stages

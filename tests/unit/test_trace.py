@@ -14,8 +14,9 @@ import pytest
 from tokenizers import Tokenizer
 
 from flame.cli.mix import main
-from flame.sampling.mixture import mixture_of_corpora, open_mixture, write_mixture
+from flame.sampling.mixture_file import write_mixture
 from flame.sampling.sampler import Sampler
+from flame.sampling.sources import mixture_of_corpora, open_mixture
 from flame.sampling.trace import parts_of_window, trace_samples
 from flame.shards.reader import Corpus
 from tests.corpora import make_corpus
