@@ -12,7 +12,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from flame.errors import TrainingError
 from flame.kernels.dispatch import choose_attention, choose_loss
 from flame.kernels.linear_cross_entropy import LossParts, linear_cross_entropy
-from flame.train.families import GENERIC, Family, check_family, family_of
+from flame.train.families import GENERIC, check_family, family_of
+from flame.train.family import Family
 from flame.train.log import log
 from flame.train.model_config import construct_model
 

@@ -1,0 +1,113 @@
+"""flash-linear-attention's models: which of their layers take cu_seqlens, and with which parts they are built."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel
+
+from flame.kernels.varlen_attention import longest, pad_cu_seqlens
+from flame.train.family import Arguments, Family, from_config
+
+
+def _construct_fla(config: PretrainedConfig, attention: str) -> PreTrainedModel:
+    from flame.train.fla_modules import flash_attention_not_needed, replace_attention  # imports fla: seconds
+
+    with flash_attention_not_needed():
+        model = from_config(config)
+    replace_attention(model, attention)
+    return model
+
+
+def _construct_fla_transformer(config: PretrainedConfig, attention: str) -> PreTrainedModel:
+    """Build fla's transformer of plain torch parts: they run anywhere, and compile into one graph a block."""
+    from flame.train.fla_modules import replace_gated_mlps
+
+    plain = deepcopy(config)
+    plain.fuse_norm, plain.fuse_swiglu = False, False
+    model = _construct_fla(plain, attention)
+    replace_gated_mlps(model)
+    model.config = config  # what is saved says what was asked for; the blocks keep their own
+    return model
+
+
+def _fla_arguments(model: Any, positions: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None) -> Arguments:
+    arguments: Arguments = {"positions": positions, "use_cache": False}
+    if cu_seqlens is not None and max_seqlen is not None:
+        arguments |= {"cu_seqlens": cu_seqlens, "max_seqlen": longest(max_seqlen)}
+    return arguments
+
+
+def _fla_transformer_arguments(
+    model: Any, positions: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None
+) -> Arguments:
+    from flame.train.fla_modules import rotation
+
+    padded = None if cu_seqlens is None else pad_cu_seqlens(cu_seqlens)
+    arguments = _fla_arguments(model, positions, padded, max_seqlen)
+    # once for all layers: a compiled block would take the cosine anew for each head
+    return arguments | {"turn": rotation(positions, model.base_model.layers[0].attn.inv_freq)}
+
+
+def _fla_refusal(config: PretrainedConfig) -> str | None:
+    if getattr(config, "use_l2warp", False):
+        return "use_l2warp adds a term to the loss that is not available here; set it to false"
+    return None
+
+
+def _fla_transformer_refusal(config: PretrainedConfig) -> str | None:
+    if getattr(config, "attnres_block_size", None) is not None:
+        return "attention residuals (attnres_block_size) are not available yet; set attnres_block_size to null"
+    if config.hidden_act != "swish":
+        return f"hidden_act is {config.hidden_act}, and only swish is available"
+    return _fla_refusal(config)
+
+
+_FLA_NORMS = {"rmsnorm": {"fuse_norm": False}, "fused_rmsnorm": {"fuse_norm": True}}
+
+_FLA_TRANSFORMER = Family(
+    construct=_construct_fla_transformer,
+    sequence_arguments=_fla_transformer_arguments,
+    config_refusal=_fla_transformer_refusal,
+    from_fla=True,
+    norm_types=_FLA_NORMS,
+)
+
+# Compiling a block gains nothing here: its kernels are Triton already, and cut the graph.
+_FLA_LINEAR = Family(
+    construct=_construct_fla,
+    sequence_arguments=_fla_arguments,
+    config_refusal=_fla_refusal,
+    compiles=False,
+    needs_cuda=True,
+    from_fla=True,
+    norm_types=_FLA_NORMS,
+)
+
+_FLA_STATE_SPACE = Family(
+    construct=_construct_fla,
+    sequence_arguments=_fla_arguments,
+    config_refusal=_fla_refusal,
+    packed_refusal="its state-space layers ignore cu_seqlens, so that a document would read the one before it",
+    compiles=False,
+    needs_cuda=True,
+    from_fla=True,
+    norm_types=_FLA_NORMS,
+)
+
+FLA_FAMILIES: dict[str, Family] = {
+    "transformer": _FLA_TRANSFORMER,
+    "delta_net": _FLA_LINEAR,
+    "gated_deltanet": _FLA_LINEAR,
+    "gla": _FLA_LINEAR,
+    "gsa": _FLA_LINEAR,
+    "hgrn2": _FLA_LINEAR,
+    "kda": _FLA_LINEAR,
+    "rwkv7": _FLA_LINEAR,
+    "stickbreaking_attn": _FLA_LINEAR,
+    "mamba": _FLA_STATE_SPACE,
+    "mamba2": _FLA_STATE_SPACE,
+    "samba": _FLA_STATE_SPACE,
+}

@@ -1,0 +1,81 @@
+"""Hugging Face's decoders: attention through an interface of ours, in which no mask is ever built."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
+
+from flame.kernels.dispatch import ATTENTION
+from flame.kernels.varlen_attention import longest, pad_cu_seqlens, row_attention
+from flame.train.family import Arguments, Family, from_config
+
+
+def _construct_decoder(config: PretrainedConfig, attention: str) -> PreTrainedModel:
+    # transformers takes any name with sdpa in it for torch's, which it refuses to models with soft caps
+    interface = f"flame_{attention}".replace("sdpa", "by_document")
+    AttentionInterface.register(interface, _attention_interface(attention))
+    return from_config(config, attn_implementation=interface)
+
+
+def _attention_interface(attention: str) -> Callable[..., tuple[Tensor, None]]:
+    """Return transformers' kind of attention function over `[B, H, T, D]`, which gives back `[B, T, H, D]`.
+
+    transformers builds masks only for the implementations that it knows, so that `attention_mask` stays None.
+    """
+    attend_packed = ATTENTION[attention].run
+
+    def attend(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        scaling: float,
+        dropout: float = 0.0,
+        cu_seq_lens_q: Tensor | None = None,
+        max_length_q: Tensor | None = None,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        s_aux: Tensor | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, None]:
+        assert attention_mask is None and dropout == 0.0, "flame's attention has neither masks nor dropout"
+        assert s_aux is None, "flame's attention has no sinks"
+        assert query.shape[2] == key.shape[2], "flame's attention is for training: it reads no cache"
+        limits: Arguments = {"scale": scaling, "window": sliding_window, "softcap": softcap}
+        if cu_seq_lens_q is None:
+            return row_attention(attend_packed, query, key, value, **limits).transpose(1, 2), None
+        packed = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+        out_THD = attend_packed(*packed, cu_seq_lens_q, max_length_q, **limits)
+        return out_THD.unflatten(0, (query.shape[0], query.shape[2])), None
+
+    return attend
+
+
+def _decoder_arguments(model: Any, positions: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None) -> Arguments:
+    arguments: Arguments = {"position_ids": positions, "use_cache": False}
+    if cu_seqlens is not None and max_seqlen is not None:
+        arguments |= {"cu_seq_lens_q": pad_cu_seqlens(cu_seqlens), "max_length_q": longest(max_seqlen)}
+    return arguments
+
+
+def _decoder_refusal(config: PretrainedConfig) -> str | None:
+    if getattr(config, "attention_dropout", 0.0):
+        return f"attention_dropout is {config.attention_dropout}, and attention here has no dropout; set it to 0"
+    if getattr(config, "use_bidirectional_attention", False):
+        return "use_bidirectional_attention is set, and attention here is causal; set it to false"
+    return None
+
+
+_DECODER = Family(construct=_construct_decoder, sequence_arguments=_decoder_arguments, config_refusal=_decoder_refusal)
+
+HF_FAMILIES: dict[str, Family] = {
+    "gemma2": _DECODER,
+    "llama": _DECODER,
+    "mistral": _DECODER,
+    "qwen2": _DECODER,
+    "qwen3": _DECODER,
+}
