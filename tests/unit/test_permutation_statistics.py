@@ -39,7 +39,7 @@ def lag_correlations(orders: Orders) -> NDArray[np.float64]:
 
 
 def variance_ratio(num_windows: int, orders: Orders) -> float:
-    """Of each 1,000 draws in a row, how many come from each hundredth of a source: the variance beside a random order's."""
+    """Of each 1,000 draws in a row, how many come from each hundredth of a source: variance over a random order's."""
     block, parts = 1000, 100
     ratios = []
     for order in orders:
