@@ -10,13 +10,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from demo_commands import DemoError, announce, environment, say
 from demo_plot import read_metrics, train_losses, validation_losses
 
 _POLL_SECONDS = 0.02
 _EQUAL_ENOUGH = 1e-3
+_TAIL_BYTES = 1 << 18  # holds many lines of metrics.jsonl
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,8 +86,14 @@ def check_validation(run: Path) -> dict[str, tuple[float, float]]:
 
 def last_step(run: Path) -> int:
     """Return the last step that metrics.jsonl holds, or 0."""
-    metrics: list[dict[str, Any]] = read_metrics(run / "metrics.jsonl")
-    return metrics[-1]["step"] if metrics else 0
+    try:
+        with open(run / "metrics.jsonl", "rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            whole, _, _ = file.read().rpartition(b"\n")  # a line that is being written has no end yet
+    except FileNotFoundError:
+        return 0
+    step: int = json.loads(whole.rpartition(b"\n")[2])["step"] if whole else 0
+    return step
 
 
 def last_checkpoint(run: Path) -> int:

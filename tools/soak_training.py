@@ -15,9 +15,12 @@ from typing import Any
 
 from demo_commands import environment, script
 from demo_training import last_checkpoint, last_step
+from soak_memory import MemoryWatch
 from soak_report import SoakError, Stop, say
 
 POLL_SECONDS = 0.005
+WATCH_SECONDS = 0.1
+MOST_GROWTH_MIB = 8.0
 MODEL = {
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],
@@ -80,17 +83,32 @@ class TrainingSoak:
         return environment() | {"NGPU": str(self.ranks), "OMP_NUM_THREADS": "1"}
 
 
-def train_straight(soak: TrainingSoak) -> float:
-    """Train in peace; returns how many seconds passed before the first step was logged."""
+def train_straight(soak: TrainingSoak) -> tuple[float, list[str]]:
+    """Train in peace; returns the seconds that passed before the first step was logged, and whose memory grew."""
     (soak.folder / "model.json").write_text(json.dumps(MODEL))
     began = time.monotonic()
     process = _run(soak, soak.straight)
     while last_step(soak.straight) == 0 and process.poll() is None:
         time.sleep(POLL_SECONDS)
     start_seconds = time.monotonic() - began
-    if (code := process.wait()) != 0:
-        raise SoakError(f"the undisturbed run exited {code}: {_log(soak.straight)}")
-    return start_seconds
+    memory = MemoryWatch(process.pid)
+    while process.poll() is None:
+        memory.look(last_step(soak.straight))
+        time.sleep(WATCH_SECONDS)
+    if process.returncode != 0:
+        raise SoakError(f"the undisturbed run exited {process.returncode}: {_log(soak.straight)}")
+    return start_seconds, _grown(soak, memory)
+
+
+def _grown(soak: TrainingSoak, memory: MemoryWatch) -> list[str]:
+    """Say how much each process held early and late, and return those that grew."""
+    found = []
+    for number, (early, late) in enumerate(memory.early_and_late(soak.steps)):
+        told = f"process {number}: {early:.1f} MiB in the second quarter of the steps, {late:.1f} MiB in the last"
+        say(f"    memory of {told}")
+        if late - early > MOST_GROWTH_MIB:
+            found.append(f"memory grew in {told}")
+    return found or ([] if memory.early_and_late(soak.steps) else ["no process was seen for long enough to tell"])
 
 
 def train_with_stops(soak: TrainingSoak, moments: random.Random, start_seconds: float) -> list[Stop]:
