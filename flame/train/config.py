@@ -44,9 +44,6 @@ NOT_AVAILABLE_YET: dict[str, tuple[Any, ...] | None] = {
     "float8.precompute_float8_dynamic_scale_for_fsdp": None,
     "float8.force_recompute_fp8_weight_in_bwd": None,
     "float8.recipe_name": None,
-    "profiling.enable_memory_snapshot": None,
-    "profiling.save_memory_snapshot_folder": None,
-    "memory_estimation.disable_fake_mode": None,
     "experimental.enable_async_tensor_parallel": None,
     "experimental.context_parallel_degree": None,
     "experimental.context_parallel_rotate_method": None,
@@ -56,6 +53,12 @@ NOT_AVAILABLE_YET: dict[str, tuple[Any, ...] | None] = {
     "experimental.pipeline_parallel_schedule_csv": None,
     "experimental.pipeline_parallel_microbatches": None,
     "experimental.enable_compiled_autograd": None,
+}
+
+# Why, where it is not only that nobody has written it.
+_REASONS = {
+    "experimental.enable_compiled_autograd": "torch runs no hooks of FSDP2 in a backward that is compiled as a whole, "
+    "so that gradients would not be summed over the ranks; training.compile compiles each block's backward",
 }
 
 _FLOAT8_SCALING = ("float8.scaling_type_input", "float8.scaling_type_weight", "float8.scaling_type_grad_output")
@@ -195,7 +198,8 @@ def refuse_not_available(config: TrainConfig) -> None:
         default = _OPTIONS[name].default
         if values[name] in refused if refused is not None else values[name] != default:
             fix = "Leave it away" if default in (None, ()) else f"Leave it away: the default is {_shown(default)}"
-            raise UsageError(f"--{name} {_shown(values[name])} is not available yet", fix=fix)
+            reason = f": {_REASONS[name]}" if name in _REASONS else ""
+            raise UsageError(f"--{name} {_shown(values[name])} is not available yet{reason}", fix=fix)
 
 
 def refuse_with_early_step(config: TrainConfig) -> None:

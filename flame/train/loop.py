@@ -15,6 +15,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from torch.profiler import record_function
+
 from flame.errors import TrainingError
 from flame.files import exclusive_lock
 from flame.train.activations import offloading
@@ -102,7 +104,9 @@ def run_steps(
         contextlib.closing(saver),
         live_line_erased(),
         watchdog.explaining(),
-        profiling(config.profiling, config.job.dump_folder, rank=world.rank, step=state.step) as profiled_step,
+        profiling(
+            config.profiling, config.job.dump_folder, device=world.device, rank=world.rank, step=state.step
+        ) as profiled_step,
     ):
         while state.step < total_steps:
             step = state.step + 1
@@ -137,12 +141,13 @@ def run_steps(
             if step == first_step:  # logged, so that the device has done it
                 set_collective_timeout(world, config.comm.train_timeout_seconds)
                 log.info("first step done %.1f s after the start", time.monotonic() - began)
+            with step_log.clock.paused():
+                profiled_step()  # before the save, which is no part of the step's trace
             if due.saves:
                 watchdog.begin(f"the save of step {step}", SHUTDOWN_TIMEOUT)
-                with step_log.clock.paused():
+                with step_log.clock.paused(), record_function("flame: save"):
                     saver.save(state, wait=step == total_steps, weights_only=due.weights_only)
             saver.poll()
-            profiled_step()
             if step % config.training.gc_freq == 0:
                 gc.collect(1)
 
@@ -203,7 +208,7 @@ def _due(run: Run, step: int, *, save_asked: bool, is_first: bool) -> _Due:
 
 def _validate(run: Run, clock: IntervalClock) -> dict[str, dict[str, float | None]]:
     """Return the scores of every validation set, by its name; the clock of training stands still."""
-    with clock.paused():
+    with clock.paused(), record_function("flame: validation"):
         scores = {chosen.name: validate(run.module, chosen, run.geometry, run.world) for chosen in run.validation_sets}
         reshard(run.module)
     return scores

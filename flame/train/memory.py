@@ -2,7 +2,8 @@
 
 What is kept from step to step (weights, gradients, moments) is arithmetic. The rest is watched: the forward and
 backward of one micro-batch run on fake tensors, which have shapes and no bytes, while every storage that
-comes and goes is counted. So activation checkpointing, chunked logits and tied weights count as they are.
+comes and goes is counted. So activation checkpointing, chunked logits and tied weights count as they are. Kernels that
+need a device are watched by real tensors on one (`memory_estimation.disable_fake_mode`).
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ class StepShape:
     param_dtype: torch.dtype
     checkpoint_mode: str = "none"
     checkpoint_option: str = "2"
+    real_tensors_on: torch.device | None = None
+    """Where the micro-batch really runs; None watches fake tensors."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +92,8 @@ def _activations(module: CausalLMLoss, shape: StepShape) -> tuple[int, bool]:
     try:
         return watched_activations(module, shape), True
     except Exception as error:  # kernels that need a device raise as they happen to
-        log.info("activations are a rule of thumb, for this model cannot be watched without a device: %r", error)
+        how = "on fake tensors" if shape.real_tensors_on is None else f"on {shape.real_tensors_on}"
+        log.info("activations are a rule of thumb, for this model cannot be watched %s: %r", how, error)
     numbers = _NUMBERS_A_WIDTH * module.model.config.hidden_size
     tokens = shape.micro_batch * shape.seq_len
     kept = 1 if shape.checkpoint_mode == "full" else len(module.blocks())
@@ -103,12 +107,14 @@ def watched_activations(module: CausalLMLoss, shape: StepShape) -> int:
     """
     checkpoint_blocks(module, module.blocks(), mode=shape.checkpoint_mode, option=shape.checkpoint_option)
     module.to(shape.param_dtype)
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        module.to_empty(device="cpu")  # the one kind of device that checkpointing cannot name is meta
+    device = shape.real_tensors_on or torch.device("cpu")  # the one kind that checkpointing cannot name is meta
+    fake = FakeTensorMode(allow_non_fake_inputs=True) if shape.real_tensors_on is None else contextlib.nullcontext()
+    with fake:
+        module.to_empty(device=device)
         module.model.tie_weights()
         for parameter in module.parameters():
             parameter.register_post_accumulate_grad_hook(_forget_gradient)
-        ids = torch.zeros(shape.micro_batch, shape.seq_len, dtype=torch.int64)
+        ids = torch.zeros(shape.micro_batch, shape.seq_len, dtype=torch.int64, device=device)
         live = LiveBytes((*module.parameters(), *module.buffers(), ids))
         with live, _attention_outlined():
             module(ids, ids, ids)[0].backward()

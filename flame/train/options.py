@@ -444,13 +444,16 @@ class CommOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ProfilingOptions:
-    """Traces of what a step does."""
+    """Traces of what a step does, and snapshots of what holds memory."""
 
     enable_profiling: bool = option(False, help="write profiler traces")
     save_traces_folder: str = option("profile_traces", help="their folder in the run folder")
-    profile_freq: int = option(10, help="how often", unit="steps")
-    enable_memory_snapshot: bool = option(False, help="write memory snapshots")
+    profile_freq: int = option(10, help="how often a trace and a snapshot are written, at least 2", unit="steps")
+    enable_memory_snapshot: bool = option(False, help="write memory snapshots, also when a GPU's memory runs out")
     save_memory_snapshot_folder: str = option("memory_snapshot", help="their folder in the run folder")
+
+    def __post_init__(self) -> None:
+        at_least("profiling", self, 2, "profile_freq")  # the profiler needs a step to warm up in
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -458,7 +461,7 @@ class MemoryEstimationOptions:
     """Memory without running."""
 
     enabled: bool = option(False, help="estimate the memory of a rank, write nothing and end")
-    disable_fake_mode: bool = option(False, help="estimate with real tensors")
+    disable_fake_mode: bool = option(False, help="watch a step on real tensors, on the GPU if there is one")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -62,3 +62,21 @@ def test_activations_are_watched_without_memory() -> None:
         peaks[mode] = watched_activations(module, shape)
     row = 1024 * 1024 * 2  # what passes between two blocks
     assert peaks["none"] > 3 * 6 * row and 6 * row < peaks["full"] < peaks["none"] / 1.5
+
+
+def test_real_tensors_are_watched_too_and_take_as_much(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load_model_config(str(folder / "llama.json"), vocab_size=512, eos_id=0)
+    peaks = []
+    for device in (None, torch.device("cpu")):
+        with torch.device("meta"):
+            module = CausalLMLoss(family_of(config).construct(config, "sdpa"), family_of(config))
+        shape = StepShape(micro_batch=2, seq_len=128, param_dtype=torch.float32, real_tensors_on=device)
+        peaks.append(watched_activations(module, shape))
+    assert peaks[1] == pytest.approx(peaks[0], rel=0.1)
+
+    monkeypatch.setattr("flame.train.memory.FakeTensorMode", None)  # whoever calls it fails
+    argv = [*arguments(folder, tmp_path / "run"), "--memory_estimation.enabled"]
+    assert "(a rule of thumb)" in told(capsys, argv)
+    assert "(a rule of thumb)" not in told(capsys, [*argv, "--memory_estimation.disable_fake_mode"])

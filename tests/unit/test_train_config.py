@@ -466,6 +466,11 @@ def test_what_has_no_engine_is_refused_by_name(name: str, tmp_path: Path) -> Non
             with_toml(tmp_path, f'{name} = "{value}"')
 
 
+def test_compiled_autograd_is_refused_with_its_reason() -> None:
+    with pytest.raises(UsageError, match=r"enable_compiled_autograd .* hooks of FSDP2 .* training.compile"):
+        parse("--experimental.enable_compiled_autograd")
+
+
 @pytest.mark.parametrize("part", ["input", "weight", "grad_output"])
 def test_delayed_scaling_is_refused_with_its_reason(part: str) -> None:
     with pytest.raises(UsageError, match="no longer has delayed scaling"):
