@@ -35,7 +35,7 @@ class ShardedMuon(torch.optim.Muon):
         for parameter, update in zip(parameters, orthogonalize(directions, group), strict=True):
             own = _local(parameter)
             own.mul_(1 - lr * decay)
-            own.add_(update, alpha=-lr * lr_adjustment(parameter.shape, group["adjust_lr_fn"]))
+            own.add_(update.to(own.device), alpha=-lr * lr_adjustment(parameter.shape, group["adjust_lr_fn"]))
 
     def _direction(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
         """Return this rank's rows of what is to be made orthogonal, after the gradient went into the momentum."""
