@@ -105,6 +105,7 @@ FLA_FAMILIES: dict[str, Family] = {
     "gsa": _FLA_LINEAR,
     "hgrn2": _FLA_LINEAR,
     "kda": _FLA_LINEAR,
+    "retnet": _FLA_LINEAR,
     "rwkv7": _FLA_LINEAR,
     "stickbreaking_attn": _FLA_LINEAR,
     "mamba": _FLA_STATE_SPACE,
