@@ -54,10 +54,11 @@ def linear_cross_entropy(
     label over the vocabulary. `implementation` is a name in `flame.kernels.dispatch.LOSSES`, or "auto".
 
     Products are taken in the inputs' own dtype, softmax and sums in fp32 (fp64 for fp64 inputs). Nothing waits for the
-    device. A chunk's logits take at most `chunk_bytes` (more, if those of 128 tokens do; see `default_chunk_bytes`), and
-    "torch" three times that for fp32 copies. Gradients, where asked for, are made in forward and kept: `[T, D]` in the
-    dtype of `hidden_TD`, and `[V, D]` in fp32. On a GPU, backward turns them into the result in their own memory, so
-    that autograd refuses a second backward through the same graph. The graph of a compiled caller holds one operator.
+    device. A chunk's logits take at most `chunk_bytes`, by default `default_chunk_bytes` (more, if those of 128 tokens
+    do), and "torch" three times that for fp32 copies. Gradients, where asked for, are made in forward and kept:
+    `[T, D]` in the dtype of `hidden_TD`, and `[V, D]` in fp32. On a GPU, backward turns them into the result in their
+    own memory, so that autograd refuses a second backward through the same graph. The graph of a compiled caller holds
+    this as one operator.
 
     Source: the gradient of a logit is softmax − onehot; making it in forward follows Hsu et al. 2024, "Liger Kernel";
     z-loss is that of Chowdhery et al. 2022, "PaLM".

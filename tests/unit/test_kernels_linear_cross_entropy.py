@@ -14,7 +14,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flame.kernels import reference
-from flame.kernels.linear_cross_entropy import OPERATOR, chunked_losses, linear_cross_entropy
+from flame.kernels.linear_cross_entropy import (
+    OPERATOR,
+    chunked_losses,
+    default_chunk_bytes,
+    linear_cross_entropy,
+    scaled_in_place,
+)
 from flame.kernels.loss_rows import LossTerms, RowStatistics, row_statistics, torch_losses
 
 SMALLEST_CHUNK = 1  # bytes: a chunk is never less than 128 tokens
@@ -230,7 +236,13 @@ def test_there_is_no_second_gradient_and_none_of_a_tokens_loss() -> None:
 IN_INTERPRETER = """
 import torch
 from flame.kernels import loss_rows_triton
-from flame.kernels.linear_cross_entropy import OPERATOR, chunked_losses, linear_cross_entropy
+from flame.kernels.linear_cross_entropy import (
+    OPERATOR,
+    chunked_losses,
+    default_chunk_bytes,
+    linear_cross_entropy,
+    scaled_in_place,
+)
 from flame.kernels.loss_rows import LossTerms, RowStatistics, row_statistics, torch_losses
 from flame.kernels.loss_rows import LossTerms, torch_losses
 from flame.kernels.loss_rows_triton import triton_losses
@@ -271,3 +283,26 @@ def test_the_triton_kernel_in_its_interpreter_equals_plain_torch() -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     result = subprocess.run([sys.executable, "-c", IN_INTERPRETER], env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
+
+
+@settings(deadline=None)
+@given(rows=st.integers(1, 70), width=st.integers(1, 9), dtype=st.sampled_from([torch.bfloat16, torch.float32]))
+def test_a_gradient_is_scaled_and_narrowed_in_its_own_memory(rows: int, width: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(rows * width)
+    stored, factor = torch.randn(rows, width), torch.rand(())
+    expected, memory = (stored * factor).to(dtype), stored.data_ptr()
+    result = scaled_in_place(stored, factor, dtype)
+    assert torch.equal(result, expected)
+    assert result.data_ptr() == memory
+    assert result.is_contiguous()
+
+
+@pytest.mark.parametrize("vocabulary", [32_000, 152_064, 256_000])
+@pytest.mark.parametrize("width", [1024, 2048])
+def test_chunk_and_fp32_gradient_share_one_budget(vocabulary: int, width: int) -> None:
+    weight = torch.empty(vocabulary, width, dtype=torch.bfloat16, device="meta")
+    beyond = 2 * weight.numel()
+    chunk = default_chunk_bytes(weight)
+    assert chunk >= 240 << 20
+    assert chunk == 240 << 20 or chunk + beyond <= 960 << 20
+    assert default_chunk_bytes(weight.float()) == 768 << 20
