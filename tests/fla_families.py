@@ -18,7 +18,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "transformer": {"num_heads": 2},
     "gla": {"num_heads": 2},
     "gsa": {"num_heads": 2, "num_slots": 16},
-    "hgrn2": {"expand_ratio": 16},
+    "hgrn2": {"expand_ratio": 16, "num_hidden_layers": 2},
     "delta_net": {"num_heads": 2},
     "gated_deltanet": {"num_heads": 2, "head_dim": 16, "expand_v": 1},
     "kda": {"num_heads": 2, "head_dim": 16},

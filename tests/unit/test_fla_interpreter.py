@@ -1,0 +1,105 @@
+"""fla's families on a CPU, their kernels in Triton's interpreter: forward, backward, isolation, one optimizer step."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fla")
+
+from flame.train.families import FAMILIES
+from tests.fla_families import HYBRID, NAMES
+from tests.triton_interpreter import interpreted
+
+PACKED = [name for name in NAMES if name == HYBRID or FAMILIES[name].packed_refusal is None]
+# One process for all: its imports cost more than a family does. It builds below `check_family`, which wants a GPU.
+PROGRAM = """
+import json, sys, time, warnings
+import torch
+warnings.simplefilter("ignore")
+import fla
+from flame.train.families import FAMILIES
+from flame.train.model import CausalLMLoss
+from tests.fla_families import tiny_config
+from tests.unit.test_model import packed_batch
+
+LENGTHS = [9, 1, 6]
+
+
+def module_of(name):
+    config = tiny_config(name)
+    family = FAMILIES[config.model_type]
+    torch.manual_seed(1)
+    model = family.construct(config, "sdpa").train()
+    for key, value in model.named_parameters():
+        if value.ndim > 1 and not value.any():  # what begins at zero hides what comes before it
+            torch.nn.init.normal_(value, std=0.1)
+    return CausalLMLoss(model, family, "torch")
+
+
+def losses_of(module, batch):
+    return module(**batch)[2]
+
+
+def alone(batch, start, stop):
+    # a document of a batch as a batch of its own, without cu_seqlens
+    return {name: batch[name][:, start:stop] for name in ("input_ids", "labels", "positions")}
+
+
+def facts_of(name, packed):
+    module = module_of(name)
+    batch = packed_batch(LENGTHS)
+    if not packed:
+        batch = {name: batch[name] for name in ("input_ids", "labels", "positions")}
+    loss, num_labels, before = module(**batch)
+    loss.backward()
+    gradients = {key: value.grad for key, value in module.named_parameters()}
+    facts = {"loss": loss.item(), "num_labels": int(num_labels), "without_gradient": [
+        key for key, value in gradients.items() if value is None or not value.isfinite().all() or not value.any()
+    ]}
+    if packed:
+        ends = [0, 9, 10, 16]
+        each = [losses_of(module, alone(batch, *limits)) for limits in zip(ends, ends[1:])]
+        facts["apart"] = (torch.cat(each) - before).abs().max().item()
+        other = {**batch, "input_ids": batch["input_ids"].clone()}
+        other["input_ids"][0, :9] = (other["input_ids"][0, :9] + 1) % 64
+        changed = losses_of(module, other) != before
+        facts["own_changed"], facts["others_changed"] = bool(changed[:8].all()), int(changed[9:].sum())
+    torch.optim.SGD(module.parameters(), lr=0.1 / (max(gradient.norm() for gradient in gradients.values()
+                    if gradient is not None))).step()
+    facts["step_down"] = loss.item() - module(**batch)[0].item()
+    return facts
+
+
+found = {}
+packed_names = json.loads(sys.argv[2])
+for name in json.loads(sys.argv[1]):
+    start = time.monotonic()
+    found[name] = facts_of(name, name in packed_names) | {"seconds": time.monotonic() - start}
+print("FACTS" + json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def facts() -> dict[str, dict[str, Any]]:
+    printed = interpreted(PROGRAM, json.dumps(NAMES), json.dumps(PACKED))
+    found: dict[str, dict[str, Any]] = json.loads(printed.partition("FACTS")[2])
+    return found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_parameter_has_a_gradient_and_a_step_lowers_the_loss(facts: dict[str, dict[str, Any]], name: str) -> None:
+    found = facts[name]
+    assert found["num_labels"] == 13 and found["loss"] / 13 == pytest.approx(4.16, abs=0.4)
+    assert found["without_gradient"] == []
+    assert found["step_down"] > 0
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_packed_documents_are_those_alone(facts: dict[str, dict[str, Any]], name: str) -> None:
+    """The loss of each token is that of its document alone; another document changes no bit of it."""
+    found = facts[name]
+    assert found["apart"] < 1e-5
+    assert found["own_changed"] and found["others_changed"] == 0
