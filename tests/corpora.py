@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from flame.shards.fingerprint import tokenizer_fingerprint
-from flame.shards.format import TOKENIZER_FOLDER
-from flame.shards.manifest import Manifest, ShardInfo, SplitInfo, TokenizerInfo, write_manifest
+from flame.shards.format import TOKENIZER_FOLDER, ends_path, tokens_path
+from flame.shards.manifest import Manifest, ShardInfo, SplitInfo, TokenizerInfo, read_manifest, write_manifest
 from flame.shards.writer import PROVENANCE_FIELDS, SplitWriter
 
 
@@ -58,3 +61,17 @@ def write_split(
     docs = pa.table({"source_file": [f"{name}.jsonl"] * len(lists), "row": range(len(lists)), "num_bytes": num_bytes})
     writer.append(tokens, num_bytes + 1, docs if provenance else None, num_bytes=num_bytes)
     return tuple(writer.finish())
+
+
+def link_shards(folder: Path, number: int, **options: Any) -> list[int]:
+    """Make a corpus of `number` shards that are links to one; returns that shard's tokens."""
+    make_corpus(folder, [[5, 6, 7], [8]], shard_tokens=100, **options)
+    manifest = read_manifest(folder)
+    (first,) = manifest.splits["train"].shards
+    shards = [dataclasses.replace(first, name=f"shard-{task:05d}-000") for task in range(number)]
+    for shard in shards[1:]:
+        for path in (tokens_path, ends_path):
+            os.link(path(folder, "train", first.name), path(folder, "train", shard.name))
+    splits = {"train": SplitInfo.of(tuple(shards))}
+    write_manifest(folder, Manifest(tokenizer=manifest.tokenizer, splits=splits))
+    return [5, 6, 7, 0, 8, 0]

@@ -77,3 +77,16 @@ def small_disk(folder: Path, size_bytes: int) -> Iterator[None]:
         yield
     finally:
         subprocess.run(["umount", str(folder)], check=True)
+
+
+@contextlib.contextmanager
+def read_only(folder: Path) -> Iterator[None]:
+    """A folder that nothing can be written into, whoever tries; skips where this user may not mount it so."""
+    mounts = (["--bind", str(folder), str(folder)], ["-o", "remount,ro,bind", str(folder)])
+    if subprocess.run(["mount", *mounts[0]], capture_output=True, check=False).returncode != 0:
+        pytest.skip("mounting a folder needs privileges")
+    try:
+        subprocess.run(["mount", *mounts[1]], check=True)
+        yield
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gzip
 import itertools
 import json
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -49,8 +51,9 @@ from tests.builds import (
     write_jsonl,
     write_parquet,
 )
-from tests.corpora import make_corpus
-from tests.runs import VOCABULARY, arguments, random_documents, read_metrics
+from tests.corpora import link_shards, make_corpus
+from tests.processes import read_only
+from tests.runs import FLAME_TRAIN, VOCABULARY, arguments, random_documents, rank_environment, read_metrics
 from tests.tokenizers import write_tiny_tokenizer
 
 # ---- text and tokenizers
@@ -263,6 +266,25 @@ def test_the_order_that_files_were_made_in_and_the_number_of_workers_change_no_b
         assert result.returncode == 0, result.stderr
         assert "12 files" in result.stderr
     assert same_corpus(tmp_path / "one/out", tmp_path / "two/out")
+
+
+def test_two_ranks_train_on_thousands_of_shards_that_nothing_can_be_written_beside(
+    folder: Path, tmp_path: Path, tiny_tokenizer: Path
+) -> None:
+    """With as few descriptors as 256 a process."""
+    corpora = tmp_path / "corpora"
+    link_shards(corpora / "web", 2000, vocab_size=VOCABULARY, tokenizer=tiny_tokenizer)
+    options: dict[str, Any] = {
+        "training__dataset": corpora / "web",
+        "training__data_probs": "1.0",
+        "training__steps": 3,
+    }
+    argv = arguments(folder, tmp_path / "run", **options, training__batch_size=8, checkpoint__export_hf="true")
+    with read_only(corpora):
+        limited = ["bash", "-c", 'ulimit -n 256 && exec "$@"', "train", sys.executable, "-m", *FLAME_TRAIN, *argv]
+        result = subprocess.run(limited, env=rank_environment(2, None), capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert [line["step"] for line in read_metrics(tmp_path / "run")] == [1, 2, 3]
 
 
 def test_a_conversion_into_a_folder_of_another_is_refused(tmp_path: Path, tiny_tokenizer: Path) -> None:

@@ -23,7 +23,7 @@ from flame.shards.format import END_DTYPE, TOKEN_DTYPE, ends_path, npy_header, t
 from flame.shards.manifest import Manifest, ShardInfo, SplitInfo, read_manifest, write_manifest
 from flame.shards.maps import MAX_MAPPED_SHARDS, ShardMaps
 from flame.shards.reader import Corpus, Split
-from tests.corpora import make_corpus, tokenizer_info
+from tests.corpora import link_shards, make_corpus, tokenizer_info
 
 DOCUMENTS = [[(31 * number + place) % 500 + 1 for place in range(number % 37)] for number in range(1500)]
 FLAT = [token for document in DOCUMENTS for token in [*document, 0]]
@@ -205,20 +205,6 @@ def test_indices_beyond_32_bits_are_exact(tmp_path: Path, shards: list[list[int]
 
 
 # ---- many shards, many threads
-
-
-def link_shards(folder: Path, number: int) -> list[int]:
-    """Make a corpus of `number` shards that are links to one; returns that shard's tokens."""
-    make_corpus(folder, [[5, 6, 7], [8]], shard_tokens=100)
-    manifest = read_manifest(folder)
-    (first,) = manifest.splits["train"].shards
-    shards = [dataclasses.replace(first, name=f"shard-{task:05d}-000") for task in range(number)]
-    for shard in shards[1:]:
-        for path in (tokens_path, ends_path):
-            os.link(path(folder, "train", first.name), path(folder, "train", shard.name))
-    splits = {"train": SplitInfo.of(tuple(shards))}
-    write_manifest(folder, Manifest(tokenizer=manifest.tokenizer, splits=splits))
-    return [5, 6, 7, 0, 8, 0]
 
 
 TWO_THOUSAND = """
