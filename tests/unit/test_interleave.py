@@ -48,15 +48,49 @@ def weights_of(values: list[float]) -> tuple[int, ...]:
     return integer_weights(names(values), values)
 
 
-def worst_prefix_error(order: NDArray[np.uint16], slots: tuple[int, ...]) -> float:
-    """The largest distance of any source's count from its quota at any prefix; it peaks around its own slots."""
-    counts = np.array(slots)
+def worst_prefix_error(order: NDArray[np.integer], slots: tuple[int, ...]) -> float:
+    """The largest distance of any source's count from its quota at any prefix; it peaks around its own slots.
+
+    `order` may be a part of the table, from its start.
+    """
+    drawn = np.bincount(order, minlength=len(slots))
+    shares = np.array(slots) / sum(slots)
     by_source = np.argsort(order, kind="stable")
     before = np.empty(len(order))
-    before[by_source] = np.arange(len(order)) - np.repeat(np.cumsum(counts) - counts, counts)
-    share = counts[order] / len(order)
+    before[by_source] = np.arange(len(order)) - np.repeat(np.cumsum(drawn) - drawn, drawn)
+    share = shares[order]
     index = np.arange(len(order))
-    return float(max(np.abs(before - index * share).max(), np.abs(before + 1 - (index + 1) * share).max()))
+    errors = before - index * share, before + 1 - (index + 1) * share, drawn - len(order) * shares
+    return float(max(np.abs(error).max() for error in errors))
+
+
+@st.composite
+def any_slots(draw: st.DrawFn, num_sources: int) -> tuple[int, ...]:
+    """Whole numbers that sum to a table: from one slot to all but a few, and none at all for some sources."""
+    random = np.random.default_rng(draw(st.integers(0, 2**32)))
+    kind = draw(st.sampled_from(["equal", "heavy-tailed", "least", "any", "some never"]))
+    shares = np.ones(num_sources)
+    if kind == "heavy-tailed":
+        shares = random.lognormal(0, 4, num_sources)
+    elif kind == "any":
+        shares = random.dirichlet(shares)
+    elif kind == "some never":
+        shares = shares * (random.random(num_sources) < 0.5)
+        shares[random.integers(num_sources)] = 1
+    elif kind == "least":
+        shares = np.zeros(num_sources)
+        shares[random.integers(num_sources)] = 1
+    least = np.zeros(num_sources, dtype=np.int64) if kind == "some never" else np.ones(num_sources, dtype=np.int64)
+    slots = least + np.floor(shares / shares.sum() * (TABLE_SLOTS - least.sum())).astype(np.int64)
+    slots[np.argmax(slots)] += TABLE_SLOTS - slots.sum()
+    return tuple(slots.tolist())
+
+
+@settings(max_examples=5, deadline=None)
+@given(slots=st.sampled_from([1, 2, 5, 40, 300]).flatmap(any_slots), seed=st.integers(0, 2**63 - 1))
+def test_every_prefix_of_any_weights_keeps_its_quota(slots: tuple[int, ...], seed: int) -> None:
+    assert worst_prefix_error(dealt_slots(slots), slots) <= 1.68
+    assert worst_prefix_error(slot_table(slots, seed).source, slots) <= 5
 
 
 @pytest.mark.parametrize("shape", SHAPES)
