@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from importlib.util import find_spec
 from typing import Any
 
 from torch import Tensor
@@ -10,6 +11,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from flame.kernels.varlen_attention import longest, pad_cu_seqlens
 from flame.train.family import Arguments, Family, from_config
+from flame.train.log import log
 
 
 def _construct_fla(config: PretrainedConfig, attention: str) -> PreTrainedModel:
@@ -31,6 +33,24 @@ def _construct_fla_transformer(config: PretrainedConfig, attention: str) -> PreT
     replace_gated_mlps(model)
     model.config = config  # what is saved says what was asked for; the blocks keep their own
     return model
+
+
+def _construct_mamba2(config: PretrainedConfig, attention: str) -> PreTrainedModel:
+    from flame.train.fla_modules import replace_mamba2
+
+    model = from_config(config)
+    replace_mamba2(model)
+    return model
+
+
+def _construct_mamba(config: PretrainedConfig, attention: str) -> PreTrainedModel:
+    if find_spec("mamba_ssm") is None:
+        log.warning(
+            "%s: without the package mamba_ssm fla's selective scan is a loop in Python over all tokens: it is right, "
+            "and hundreds of times slower",
+            config.model_type,
+        )
+    return _construct_fla(config, attention)
 
 
 def _fla_arguments(model: Any, positions: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None) -> Arguments:
@@ -65,6 +85,12 @@ def _fla_transformer_refusal(config: PretrainedConfig) -> str | None:
     return _fla_refusal(config)
 
 
+def _mamba2_refusal(config: PretrainedConfig) -> str | None:
+    if config.hidden_act not in ("silu", "swish"):
+        return f"hidden_act is {config.hidden_act}, and only silu is available"
+    return _fla_refusal(config)
+
+
 _FLA_NORMS = {"rmsnorm": {"fuse_norm": False}, "fused_rmsnorm": {"fuse_norm": True}}
 
 _FLA_TRANSFORMER = Family(
@@ -86,11 +112,21 @@ _FLA_LINEAR = Family(
     norm_types=_FLA_NORMS,
 )
 
-_FLA_STATE_SPACE = Family(
-    construct=_construct_fla,
+_FLA_MAMBA2 = Family(
+    construct=_construct_mamba2,
+    sequence_arguments=_fla_arguments,
+    config_refusal=_mamba2_refusal,
+    compiles=False,
+    needs_cuda=True,
+    from_fla=True,
+    norm_types=_FLA_NORMS,
+)
+
+_FLA_MAMBA = Family(
+    construct=_construct_mamba,
     sequence_arguments=_fla_arguments,
     config_refusal=_fla_refusal,
-    packed_refusal="its state-space layers ignore cu_seqlens, so that a document would read the one before it",
+    packed_refusal="its selective scan ignores cu_seqlens, so that a document would read the one before it",
     compiles=False,
     needs_cuda=True,
     from_fla=True,
@@ -108,7 +144,7 @@ FLA_FAMILIES: dict[str, Family] = {
     "retnet": _FLA_LINEAR,
     "rwkv7": _FLA_LINEAR,
     "stickbreaking_attn": _FLA_LINEAR,
-    "mamba": _FLA_STATE_SPACE,
-    "mamba2": _FLA_STATE_SPACE,
-    "samba": _FLA_STATE_SPACE,
+    "mamba": _FLA_MAMBA,
+    "mamba2": _FLA_MAMBA2,
+    "samba": _FLA_MAMBA,
 }

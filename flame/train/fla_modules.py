@@ -12,12 +12,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from fla.layers import Mamba2
 from fla.layers import attn as fla_attention
 from fla.modules import GatedMLP
 from torch import Tensor, nn
 
 from flame.kernels.dispatch import ATTENTION
 from flame.kernels.varlen_attention import row_attention
+from flame.train.fla_mamba2 import PackedMamba2
 
 
 class PlainAttention(nn.Module):
@@ -109,6 +111,11 @@ def replace_attention(model: nn.Module, attention: str) -> None:
 def replace_gated_mlps(model: nn.Module) -> None:
     """Put `PlainGatedMLP` in the place of each of fla's `GatedMLP`."""
     _replace(model, GatedMLP, PlainGatedMLP)
+
+
+def replace_mamba2(model: nn.Module) -> None:
+    """Put `PackedMamba2` in the place of each of fla's `Mamba2`."""
+    _replace(model, Mamba2, PackedMamba2)
 
 
 def _replace(model: nn.Module, kind: type, replacement: Any) -> None:

@@ -73,7 +73,41 @@ def facts_of(name, packed):
     return facts
 
 
+def mamba2_by_recurrence():
+    # a layer of two groups of heads beside its definition, one token after the other; outputs and gradients
+    from fla.layers import Mamba2
+    from flame.train.fla_mamba2 import PackedMamba2
+
+    sizes = {"hidden_size": 32, "num_heads": 4, "head_dim": 16, "state_size": 16, "n_groups": 2}
+    layer = PackedMamba2(Mamba2(**sizes, dt_limit=(0.01, 0.2), D_has_hdim=True))
+    torch.nn.init.normal_(layer.D)
+    x = torch.randn(1, 12, 32)
+    out = layer(x, cu_seqlens=torch.tensor([0, 7, 12], dtype=torch.int32))[0]
+    rows = []
+    for document in (x[0, :7], x[0, 7:]):
+        gate, mixed, dt = layer.in_proj(document).split(layer.widths, dim=-1)
+        mixed = torch.nn.functional.silu(layer.conv1d(mixed.T)[:, : len(document)].T)
+        v, b, c = mixed.split([64, 32, 32], dim=-1)
+        dt = torch.nn.functional.softplus(dt + layer.dt_bias).clamp(0.01, 0.2)
+        state = torch.zeros(4, 16, 16)  # heads, state, channels
+        own = []
+        for t in range(len(document)):
+            v_t, group = v[t].view(4, 16), torch.arange(4) // 2
+            b_t, c_t = b[t].view(2, 16)[group], c[t].view(2, 16)[group]
+            state = (-layer.A_log.exp() * dt[t]).exp()[:, None, None] * state
+            state = state + dt[t][:, None, None] * b_t[:, :, None] * v_t[:, None]
+            own.append((c_t[:, None] @ state)[:, 0] + layer.D.view(4, 16) * v_t)
+        rows.append(layer.out_proj(layer.norm(torch.stack(own).flatten(1), gate)))
+    expected = torch.cat(rows)[None]
+    weight = torch.randn_like(out)
+    parameters = list(layer.parameters())
+    gradients = [torch.autograd.grad((y * weight).sum(), parameters) for y in (out, expected)]
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-4)
+
+
 found = {}
+mamba2_by_recurrence()
 packed_names = json.loads(sys.argv[2])
 for name in json.loads(sys.argv[1]):
     start = time.monotonic()
@@ -95,6 +129,11 @@ def test_every_parameter_has_a_gradient_and_a_step_lowers_the_loss(facts: dict[s
     assert found["num_labels"] == 13 and found["loss"] / 13 == pytest.approx(4.16, abs=0.4)
     assert found["without_gradient"] == []
     assert found["step_down"] > 0
+
+
+def test_mamba2_by_another_kernel_is_its_recurrence(facts: dict[str, dict[str, Any]]) -> None:
+    """`mamba2_by_recurrence` fails the program where it is not."""
+    assert "mamba2" in facts
 
 
 @pytest.mark.parametrize("name", PACKED)
