@@ -28,6 +28,7 @@ from flame.preprocess.plan_file import (
 )
 from flame.preprocess.ranges import stretches, unfinished
 from flame.preprocess.tokenizer import TokenizerSpec
+from flame.words import counted
 
 SHOWN_RANGES = 20
 # What may differ between the processes of one build: where and how fast it runs, and what is compared in other ways.
@@ -97,7 +98,7 @@ def missing_tasks(corpus: Path, plan: Plan, done: Collection[int], options: Buil
     return CorpusError(
         "the build is not finished",
         where=corpus,
-        got=f"{len(done):,} of {plan.num_tasks:,} tasks; tasks {stretches(missing)} are missing",
+        got=f"{len(done):,} of {counted(plan.num_tasks, 'task')}; tasks {stretches(missing)} are missing",
         fix="Run the same flame-preprocess build command again, without --seal"
         if shares is None
         else f"Run again --task_range {shares}, then --seal: finished tasks are kept",

@@ -42,6 +42,7 @@ from flame.preprocess.task import TokenizeSettings
 from flame.preprocess.tokenizer import TokenizerSpec, copy_tokenizer, read_tokenizer
 from flame.preprocess.workers import Loaded, LoadRequest
 from flame.shards.format import MANIFEST, TOKENIZER_FOLDER
+from flame.words import counted
 
 
 def build(options: BuildOptions) -> int:
@@ -141,8 +142,8 @@ def _run_share(options: BuildOptions, found: Sequence[FoundFile], tokenizer: Tok
         done = read_receipts(corpus, plan.digest)
     tasks = share.tasks(plan.num_tasks)
     print(
-        f"share {share} of {corpus} is done: {len(tasks)} tasks, {num_tokens:,} tokens written now; "
-        f"{len(done):,} of all {plan.num_tasks:,} tasks are finished"
+        f"share {share} of {corpus} is done: {counted(len(tasks), 'task')}, {counted(num_tokens, 'token')} written "
+        f"now; {len(done):,} of all {counted(plan.num_tasks, 'task')} are finished"
     )
     if len(done) == plan.num_tasks:
         print(f"every share is done: flame-preprocess build --seal --output {corpus} makes the corpus of them")
@@ -165,7 +166,7 @@ def _run_tasks(options: BuildOptions, plan: Plan, settings: TokenizeSettings, ex
     left = [task for task in plan.tasks if task.index not in done]
     total_bytes, left_bytes = (sum(task.num_bytes for task in tasks) for tasks in (plan.tasks, left))
     log(
-        f"{len(plan.inputs)} files, {plan.input_bytes:,} bytes, {plan.num_tasks} tasks"
+        f"{counted(len(plan.inputs), 'file')}, {plan.input_bytes:,} bytes, {counted(plan.num_tasks, 'task')}"
         + (f", {len(plan.tasks)} of them in share {options.task_range}" if options.task_range else "")
         + (f", {len(plan.tasks) - len(left)} of them done before" if len(plan.tasks) > len(left) else "")
         + f"; tokenizing with {engine} {ENGINES[engine].version}"
@@ -200,6 +201,6 @@ def _without_room(error: DiskFullError, left: Sequence[Task], done: Mapping[int,
         error.what,
         where=error.where,
         got=error.got,
-        expected=f"about {needed:,.0f} bytes for what is left, {len(left):,} task{'s' * (len(left) > 1)}",
+        expected=f"about {needed:,.0f} bytes for what is left, {counted(len(left), 'task')}",
         fix=error.fix,
     )

@@ -24,6 +24,7 @@ from flame.preprocess.task_settings import docs_schema
 from flame.preprocess.tokenizer import TokenizerSpec, read_tokenizer
 from flame.shards.format import MANIFEST, REJECTS_FOLDER, TOKENIZER_FOLDER
 from flame.shards.manifest import Manifest, read_manifest
+from flame.words import counted
 
 _NEEDED_NO_MORE = (VAL_PARTS, COPIES, HASHES, CLAIMS)
 
@@ -149,8 +150,8 @@ def summary(corpus: Path, manifest: Manifest, *, num_tokens: int, seconds: float
     lines += [f"  repaired   {number:,} {reason}" for reason, number in repaired.items()]
     for name, split in manifest.splits.items():
         lines.append(
-            f"  {name:<10} {split.num_documents:,} documents, {split.num_tokens:,} tokens, "
-            f"{split.num_bytes:,} bytes of text, {len(split.shards)} shards"
+            f"  {name:<10} {counted(split.num_documents, 'document')}, {counted(split.num_tokens, 'token')}, "
+            f"{split.num_bytes:,} bytes of text, {counted(len(split.shards), 'shard')}"
         )
     lines.append(f"  speed      {num_tokens / max(seconds, 1e-9):,.0f} tokens/s ({seconds:.1f} s)")
     lines.append(f"  corpus     {manifest.fingerprint}")

@@ -11,6 +11,7 @@ from typing import Any
 from flame.errors import InputError
 from flame.preprocess.folder import shards_of
 from flame.shards.format import REJECTS_FOLDER
+from flame.words import counted
 
 
 @dataclass(kw_only=True)
@@ -48,7 +49,7 @@ def too_many_errors(
     return InputError(
         "more of the input is malformed than --max_error_fraction allows",
         where=corpus,
-        got=f"{count.errors:,} of {count.documents:,} documents, {100 * count.errors / count.documents:.3g}%"
+        got=f"{count.errors:,} of {counted(count.documents, 'document')}, {100 * count.errors / count.documents:.3g}%"
         + (f"; refused until now: {told}" if told else ""),
         expected=f"at most {100 * fraction:.3g}%",
         fix=f"{corpus / REJECTS_FOLDER} names each place and shows it. Mend the inputs and build into a new folder; or "

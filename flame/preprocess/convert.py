@@ -21,6 +21,7 @@ from flame.preprocess.sources.formats import SOURCES
 from flame.preprocess.tokenizer import TokenizerSpec, copy_tokenizer, read_tokenizer
 from flame.shards.format import MANIFEST, TOKENIZER_FOLDER
 from flame.shards.manifest import Manifest
+from flame.words import counted
 
 SOURCE_VERSION = "1"  # raise it when the same token files give other documents
 
@@ -99,7 +100,7 @@ def _run_tasks(options: ConvertOptions, plan: Plan, settings: ConvertSettings, e
     left = [task for task in plan.tasks if task.index not in done]
     total_bytes, left_bytes = (sum(task.num_bytes for task in tasks) for tasks in (plan.tasks, left))
     log(
-        f"{len(plan.inputs)} files, {plan.input_bytes:,} bytes, {len(plan.tasks)} tasks"
+        f"{counted(len(plan.inputs), 'file')}, {plan.input_bytes:,} bytes, {counted(len(plan.tasks), 'task')}"
         + (f", {len(done)} of them done before" if done else "")
     )
     with BuildProgress(total_bytes, total_bytes - left_bytes) as progress:

@@ -15,6 +15,7 @@ from flame.config import option, parse_count
 from flame.errors import CorpusError, UsageError
 from flame.preprocess.terminal import one_line, write_utf8
 from flame.shards.reader import Corpus, Split
+from flame.words import counted
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -178,7 +179,7 @@ def _with_origin(split: Split, found: dict[str, Any]) -> dict[str, Any]:
 
 def _heading(found: dict[str, Any]) -> str:
     origin = f", {found['source_file']} row {found['row']}" if "source_file" in found else ""
-    return f"--- {found['split']} document {found['document']}, {found['num_tokens']} tokens{origin}"
+    return f"--- {found['split']} document {found['document']}, {counted(found['num_tokens'], 'token')}{origin}"
 
 
 # ---- what matches

@@ -19,6 +19,7 @@ from flame.preprocess.reports import Progress
 from flame.preprocess.task import read_documents
 from flame.preprocess.task_settings import TaskSettings
 from flame.preprocess.workers import Loaded
+from flame.words import counted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +98,10 @@ def hash_texts(
     left = [task for task in plan.tasks if task.index not in done]
     total, left_bytes = (sum(task.num_bytes for task in tasks) for tasks in (plan.tasks, left))
     before = len(plan.tasks) - len(left)
-    log(f"looking for copies: {len(plan.tasks)} tasks to read" + (f", {before} of them done before" if before else ""))
+    log(
+        f"looking for copies: {counted(len(plan.tasks), 'task')} to read"
+        + (f", {before} of them done before" if before else "")
+    )
     if not left:
         return
     files = {entry["path"]: number for number, entry in enumerate(plan.inputs)}
@@ -129,5 +133,5 @@ def tell_copies(plan: Plan, corpus: Path) -> None:
         if not (corpus / COPIES).is_dir():
             with named_disk_errors(corpus):
                 number = merge(corpus / HASHES, range(plan.num_tasks), corpus / COPIES)
-            log(f"{number:,} documents are copies of earlier ones")
+            log(f"copies of earlier ones: {counted(number, 'document')}")
         remove_tree(corpus / HASHES)

@@ -20,6 +20,7 @@ from flame.preprocess.plan_file import Plan, say_finished
 from flame.preprocess.ranges import stretches
 from flame.preprocess.tokenizer import TokenizerSpec
 from flame.shards.format import MANIFEST
+from flame.words import counted
 
 
 def hash_share(options: BuildOptions, found: Sequence[FoundFile], tokenizer: TokenizerSpec) -> int:
@@ -37,7 +38,10 @@ def hash_share(options: BuildOptions, found: Sequence[FoundFile], tokenizer: Tok
         if not left:
             tell_copies(plan, corpus)
     tasks, done = len(share.tasks(plan.num_tasks)), plan.num_tasks - len(left)
-    print(f"share {share} of {corpus} is hashed: {tasks} tasks; {done:,} of all {plan.num_tasks:,} tasks are")
+    print(
+        f"share {share} of {corpus} is hashed: {counted(tasks, 'task')}; "
+        f"{done:,} of all {counted(plan.num_tasks, 'task')} are"
+    )
     if not left:
         print("every share is hashed and the copies are known: run all shares again, without --hash_only")
     return 0
@@ -59,7 +63,7 @@ def hashes_missing(plan: Plan, left: Collection[int], options: BuildOptions) -> 
     return CorpusError(
         "--dedup does not know the copies yet: not every share is hashed",
         where=options.output,
-        got=f"{plan.num_tasks - len(left):,} of {plan.num_tasks:,} tasks; tasks {stretches(left)} are missing",
+        got=f"{plan.num_tasks - len(left):,} of {counted(plan.num_tasks, 'task')}; tasks {stretches(left)} are missing",
         fix="Run the same flame-preprocess build command again, without --seal"
         if shares is None
         else f"Run --hash_only with --task_range {shares}; when these are done, all shares without --hash_only",

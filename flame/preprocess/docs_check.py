@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 from flame.preprocess.problem import Problem
 from flame.shards.manifest import ShardInfo
 from flame.shards.provenance import PROVENANCE_FIELDS
+from flame.words import counted
 
 
 def check_docs(path: Path, shard: ShardInfo) -> Iterator[Problem]:
@@ -55,7 +56,10 @@ def _check_rows(path: Path, file: Any, shard: ShardInfo) -> Iterator[Problem]:
             yield Problem(path=path, text=text, bytes=_bytes_of(metadata))
         num_bytes += int(np.sum(column, dtype=np.int64))
     if num_rows != shard.num_documents:
-        yield Problem(path=path, text=f"it has {num_rows} rows, and the shard {shard.num_documents} documents")
+        yield Problem(
+            path=path,
+            text=f"it has {counted(num_rows, 'row')}, and the shard {counted(shard.num_documents, 'document')}",
+        )
     if is_whole and num_bytes != shard.num_bytes:
         yield Problem(path=path, text=f"its num_bytes sum to {num_bytes}, and the manifest says {shard.num_bytes}")
 

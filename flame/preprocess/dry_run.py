@@ -18,6 +18,7 @@ from flame.preprocess.plan_file import Plan
 from flame.preprocess.reports import Progress
 from flame.preprocess.task import TokenizeSettings
 from flame.preprocess.task_settings import TaskSettings
+from flame.words import counted
 
 SAMPLE_PIECES = 16
 PIECE_BYTES = (2**16, 2**22)
@@ -129,7 +130,7 @@ def told(corpus: Path, plan: Plan, sample: Sample, *, engine: str, num_workers: 
     whole = "" if sample.input_bytes < total else " (all of the input was read)"
     lines = [
         f"dry run: {corpus} is not written; from a sample of {_size(sample.input_bytes)} of text{whole}",
-        f"  input      {len(plan.inputs):,} files of {_size(plan.input_bytes)}, about {_size(total)} of text",
+        f"  input      {counted(len(plan.inputs), 'file')} of {_size(plan.input_bytes)}, about {_size(total)} of text",
         f"  documents  about {documents:,.0f}",
         f"  tokens     about {_number(tokens)}, {total / max(tokens, 1):.2f} bytes of text each",
         f"  disk       about {_size(disk_bytes)}; {_size(free)} are free there",

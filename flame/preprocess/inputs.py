@@ -17,6 +17,7 @@ from flame.preprocess.progress import log
 from flame.preprocess.remote import is_remote
 from flame.preprocess.saved import SAVED_NOTES, SPLITS, STATE, chosen_split, saved_files, split_names
 from flame.preprocess.storage import FileState, state_of
+from flame.words import counted
 
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 # These compress within themselves, and are not read from .gz or .zst.
@@ -206,7 +207,7 @@ def _several_splits(where: str, names: Sequence[str]) -> UsageError:
 def _refuse_unknown(folder: str, unknown: list[str]) -> None:
     if unknown:
         raise UsageError(
-            f"the folder holds {len(unknown)} files that no reader knows",
+            f"the folder holds {counted(len(unknown), 'file')} that no reader knows",
             where=folder,
             got=_some(sorted(unknown, key=natural_key)),
             expected=_READABLE,

@@ -15,6 +15,7 @@ from flame.preprocess.presence import Presence, look_at_files
 from flame.preprocess.terminal import cut, one_line, print_lines, terminal_width, write_utf8
 from flame.shards.format import FORMAT_VERSION, REJECTS_FOLDER, TOKENIZER_FOLDER, docs_path
 from flame.shards.manifest import Manifest, ShardInfo, SplitInfo, read_manifest
+from flame.words import counted
 
 COLUMNS = ("shards", "documents", "tokens", "text bytes", "tokens/document", "bytes/token", "largest id")
 SHOWN_PROBLEMS = 10
@@ -95,7 +96,7 @@ def _what(corpus: Path, manifest: Manifest, *, shards: bool) -> Iterator[str]:
     yield f"  tokenizer    {info.fingerprint}"
     bos = f"BOS {info.bos_id} {info.bos}" if info.bos_id is not None else "no BOS"
     eos = f"EOS {info.eos_id}{_eos_text(corpus)}"
-    yield f"               {info.vocab_size:,} tokens, {eos}, {bos}, special text {info.special_text}"
+    yield f"               {counted(info.vocab_size, 'token')}, {eos}, {bos}, special text {info.special_text}"
     yield ""
     rows: list[tuple[str, ...]] = [("split", *COLUMNS)]
     rows += [(name, *_row(len(split.shards), split)) for name, split in manifest.splits.items()]
@@ -175,7 +176,7 @@ def _how(corpus: Path, manifest: Manifest) -> Iterator[str]:
 
 
 def _redone(number: int) -> str:
-    return f"{number} task{'s' * (number > 1)} done again with the reference" if number else "no task done again"
+    return f"{counted(number, 'task')} done again with the reference" if number else "no task done again"
 
 
 def _rejects(corpus: Path, manifest: Manifest) -> Iterator[str]:

@@ -43,6 +43,7 @@ from flame.shards.packs import (
     write_packs,
 )
 from flame.shards.reader import Corpus, Split
+from flame.words import counted
 
 PROCESS_TOKENS = 1 << 29  # fewer are packed sooner than processes start
 
@@ -85,9 +86,8 @@ def pack(options: PackOptions) -> int:
             began = time.monotonic()
             info = pack_split(split, options.context_len, folder, num_workers=options.num_workers)
             seconds = time.monotonic() - began
-            speed = (
-                f"{split.num_documents:,} documents in {seconds:.1f} s, {split.num_documents / seconds:,.0f} a second"
-            )
+            a_second = split.num_documents / seconds
+            speed = f"{counted(split.num_documents, 'document')} in {seconds:.1f} s, {a_second:,.0f} a second"
             print(f"flame-preprocess pack: wrote {folder}: {speed}", file=sys.stderr)
         else:
             print(f"flame-preprocess pack: {folder} is there already, of this very corpus", file=sys.stderr)

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from flame.words import counted
+
 
 @dataclass(frozen=True, kw_only=True)
 class CutCounts:
@@ -81,7 +83,7 @@ def report_lines(report: Mapping[str, Any], *, num_tokens: int, context_len: int
             f"{way[key]:,}" + ("" if whole is None else f" ({100 * way[key] / max(1, whole):.3f}%)") for way in ways
         )
 
-    yield f"{num_documents:,} documents, {num_tokens:,} tokens, at {context_len} tokens a sample:"
+    yield f"{counted(num_documents, 'document')}, {counted(num_tokens, 'token')}, at {context_len:,} tokens a sample:"
     yield from _aligned(
         [
             ("", "windows", "best_fit"),

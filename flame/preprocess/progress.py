@@ -9,6 +9,7 @@ from types import TracebackType
 from tqdm import tqdm
 
 from flame.preprocess.reports import Progress
+from flame.words import counted
 
 SECONDS_BETWEEN_LINES = 60
 
@@ -74,6 +75,8 @@ class BuildProgress:
         read = self._done_bytes - self._first_bytes
         left = (self._total_bytes - self._done_bytes) / max(read / self.seconds, 1e-9)
         return (
-            f"{100 * self._done_bytes / self._total_bytes:.1f}% of the input, {self.num_documents:,} documents, "
-            f"{self.num_tokens:,} tokens, {self.num_tokens / self.seconds:,.0f} tokens/s, {left / 60:.0f} min left"
+            f"{100 * self._done_bytes / self._total_bytes:.1f}% of the input, "
+            f"{counted(self.num_documents, 'document')}, "
+            f"{counted(self.num_tokens, 'token')}, {self.num_tokens / self.seconds:,.0f} tokens/s, "
+            f"{left / 60:.0f} min left"
         )

@@ -23,6 +23,7 @@ from flame.shards.format import (
     tokens_path,
 )
 from flame.shards.manifest import ShardInfo
+from flame.words import counted
 
 CHUNK_BYTES = 1 << 24
 
@@ -160,7 +161,8 @@ class _EndsCheck:
         if self._falling.number:
             self.problems.append((f"{self._falling} end no later than the one before", self._falling.place))
         if self._last != self._shard.num_tokens:
-            text = f"the last document ends at {self._last}, and the shard has {self._shard.num_tokens} tokens"
+            tokens = counted(self._shard.num_tokens, "token")
+            text = f"the last document ends at {self._last}, and the shard has {tokens}"
             self.problems.append((text, self._shard.num_documents - 1))
         return self.problems
 

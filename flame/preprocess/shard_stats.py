@@ -19,6 +19,7 @@ from flame.shards.format import RESTORE, docs_path
 from flame.shards.manifest import ShardInfo
 from flame.shards.maps import MappedShard, ShardFiles, map_shard
 from flame.shards.provenance import damaged
+from flame.words import counted
 
 CHUNK_TOKENS = 1 << 20
 DOCS_BATCH_ROWS = 1 << 14
@@ -114,8 +115,8 @@ def _read_docs(path: Path, lengths: NDArray[np.int64]) -> tuple[NDArray[np.int64
                 raise CorpusError(
                     "the provenance of a shard is not that of its documents",
                     where=path,
-                    got=f"{file.metadata.num_rows} rows",
-                    expected=f"{len(lengths)} rows, one a document",
+                    got=f"{counted(file.metadata.num_rows, 'row')}",
+                    expected=f"{counted(len(lengths), 'row')}, one a document",
                     fix=RESTORE,
                 )
             schema = file.schema_arrow

@@ -21,6 +21,7 @@ from flame.preprocess.tally import Tally
 from flame.preprocess.terminal import cut, one_line, stdout_is_ascii, terminal_width
 from flame.shards.reader import Corpus
 from flame.shards.tokenizer import document_text, load_tokenizer
+from flame.words import counted
 
 PERCENTS = (0, 1, 5, 25, 50, 75, 95, 99, 100)
 LIMITS = (2048, 4096, 8192, 32768)
@@ -148,9 +149,8 @@ def as_text(value: Object) -> Iterator[str]:
 
 def _lines(value: Object, width: int, *, ascii_only: bool) -> Iterator[str]:
     yield f"{value['path']}: {', '.join(value['splits'])}"
-    counts = (
-        f"{value['num_documents']:,} documents, {value['num_tokens']:,} tokens, {value['num_bytes']:,} bytes of text"
-    )
+    documents, tokens = counted(value["num_documents"], "document"), counted(value["num_tokens"], "token")
+    counts = f"{documents}, {tokens}, {value['num_bytes']:,} bytes of text"
     yield f"  {counts}, {value['bytes_per_token']['mean']:.3f} bytes a token"
     for name, unit in (("document_tokens", "tokens"), ("document_bytes", "bytes of text")):
         yield ""
@@ -195,7 +195,7 @@ def _tally_lines(value: Object, name: str, title: str, width: int) -> Iterator[s
     yield ""
     yield f"{title} with most tokens, of {number}: tokens, share of tokens, documents"
     if tally["missing_tokens_at_most"]:
-        yield f"  each count may be too low by up to {tally['missing_tokens_at_most']:,} tokens"
+        yield f"  each count may be too low by up to {counted(tally['missing_tokens_at_most'], 'token')}"
     yield from table(
         [
             (
@@ -216,12 +216,14 @@ def _copies_lines(value: Object, width: int) -> Iterator[str]:
         return
     yield ""
     yield (
-        f"duplicates: {copies['num_documents']:,} documents with {copies['num_tokens']:,} tokens are copies of others, "
+        f"duplicates: copies of others are {counted(copies['num_documents'], 'document')} with "
+        f"{counted(copies['num_tokens'], 'token')}, "
         f"{_shares(copies, value)}"
     )
     for found in copies["most_copied"]:
         text = "" if found["text"] is None else f": {one_line(found['text'])}"
-        line = f"  {found['count']:,} times {found['split']} {found['document']}, {found['num_tokens']:,} tokens{text}"
+        tokens = counted(found["num_tokens"], "token")
+        line = f"  {found['count']:,} times {found['split']} {found['document']}, {tokens}{text}"
         yield cut(line, width)
 
 

@@ -36,6 +36,7 @@ from flame.shards.format import (
 )
 from flame.shards.manifest import DamagedManifestError, Manifest, ShardInfo, TokenizerInfo, read_manifest
 from flame.shards.reader import Corpus
+from flame.words import counted
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -109,10 +110,13 @@ def _report(options: VerifyOptions, manifest: Manifest | None, found: Iterable[F
         value = {"corpus": str(options.corpus), "fingerprint": fingerprint}
         print(json.dumps({**value, "findings": [asdict(finding) for finding in findings]}))
     if manifest is None or findings:
-        print(f"{options.corpus}: {len(findings)} finding{'s' * (len(findings) > 1)}", file=sys.stderr)
+        print(f"{options.corpus}: {counted(len(findings), 'finding')}", file=sys.stderr)
         return 3
     for name, split in manifest.splits.items():
-        counts = f"{len(split.shards)} shards, {split.num_documents:,} documents, {split.num_tokens:,} tokens"
+        counts = (
+            f"{counted(len(split.shards), 'shard')}, {counted(split.num_documents, 'document')}, "
+            f"{counted(split.num_tokens, 'token')}"
+        )
         print(f"{options.corpus}: {name} is as it was sealed: {counts}", file=sys.stderr)
     return 0
 

@@ -14,6 +14,7 @@ from flame.shards.checksum import payload_checksum
 from flame.shards.manifest import Manifest, read_manifest
 from flame.shards.maps import ShardFiles, map_shard
 from flame.shards.packs import ARRAYS, array_path, map_packs, packs_folder, read_packs
+from flame.words import counted
 
 DAMAGE = 3  # exit code
 
@@ -53,7 +54,7 @@ def check(options: CheckOptions) -> int:
         print(json.dumps(asdict(finding), ensure_ascii=False) if options.json else line)
     if not findings and not options.json:
         whole = "with its checksums" if options.full else "of the size it must have"
-        print(f"{options.mixture}: {num_sources} sources are there, unchanged, every shard {whole}")
+        print(f"{options.mixture}: {counted(num_sources, 'source')} there and unchanged, every shard {whole}")
     return DAMAGE if findings else 0
 
 

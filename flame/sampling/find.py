@@ -32,6 +32,7 @@ from flame.sampling.show import table
 from flame.sampling.sources import open_mixture
 from flame.sampling.trace import RESERVED, parse_stretch
 from flame.shards.reader import Split
+from flame.words import counted
 
 _ROWS_AT_ONCE = 1000  # of the table for people: columns are as wide as these need
 _PLACE = ("step", "rank", "micro_step", "batch_row")
@@ -150,7 +151,7 @@ def find(options: FindOptions) -> int:
     number = 0
     for number, occurrence in enumerate(_printed(found, as_json=options.json), start=1):  # noqa: B007
         pass
-    print(f"flame-mix find: {number:,} samples {until}", file=sys.stderr)
+    print(f"flame-mix find: {counted(number, 'sample')} {until}", file=sys.stderr)
     return 0
 
 

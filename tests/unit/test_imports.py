@@ -12,12 +12,13 @@ import pytest
 FLAME = Path(__file__).resolve().parents[2] / "flame"
 ALLOWED = {
     "errors": set(),
+    "words": set(),
     "files": {"errors"},
     "config": {"errors", "files"},
     "program": {"errors", "config"},
     "shards": {"errors", "files", "config"},
-    "sampling": {"errors", "files", "config", "shards"},
-    "preprocess": {"errors", "files", "config", "shards"},
+    "sampling": {"errors", "words", "files", "config", "shards"},
+    "preprocess": {"errors", "words", "files", "config", "shards"},
     "kernels": {"errors"},
     "train": {"errors", "files", "config", "program", "shards", "sampling", "kernels"},
     "export": {"errors", "files", "config", "shards", "train"},
@@ -25,7 +26,7 @@ ALLOWED = {
 }
 # The run's own final export is the exporter's one function; the exporter reads the trainer's checkpoints.
 EXCEPTIONS = {("train/ending.py", "export")}
-WITHOUT_TORCH = ("errors", "files", "config", "program", "shards", "sampling", "preprocess")
+WITHOUT_TORCH = ("errors", "words", "files", "config", "program", "shards", "sampling", "preprocess")
 HEAVY = {"torch", "transformers", "fla", "triton"}
 
 

@@ -219,7 +219,7 @@ def test_a_bucket_is_read_by_folders_and_patterns(bucket: FileServer, capfd: pyt
         with pytest.raises(UsageError, match=rf"no (such )?remote file.*{root}/none"):
             read(f"{root}/{absent}")
     (bucket.folder / "bucket/raw/notes.docx").touch()
-    with pytest.raises(UsageError, match=r"1 files that no reader knows.*notes\.docx"):
+    with pytest.raises(UsageError, match=r"1 file that no reader knows.*notes\.docx"):
         read(f"{root}/raw")
 
 

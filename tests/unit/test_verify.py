@@ -138,7 +138,7 @@ FILES: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     ),
     "docs of another shard": (
         lambda c: shutil.copy(docs_path(c, "val", "shard-00000-000"), path_of(c, docs_path)),
-        ["docs.parquet: it has 1 rows", "docs.parquet: its num_bytes sum to 2"],
+        ["docs.parquet: it has 1 row,", "docs.parquet: its num_bytes sum to 2"],
     ),
 }
 

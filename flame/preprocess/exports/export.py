@@ -21,6 +21,7 @@ from flame.preprocess.reports import Progress
 from flame.shards.format import HEADER_BYTES, RESTORE, TOKEN_DTYPE, read_npy_length, tokens_path
 from flame.shards.manifest import ShardInfo
 from flame.shards.reader import Corpus, Split
+from flame.words import counted
 
 CHUNK_TOKENS = 2**22
 
@@ -65,7 +66,8 @@ def export(options: ConvertOptions) -> int:
     seconds = max(time.monotonic() - started, 1e-9)
     print(
         f"wrote {', '.join(map(str, paths))}\n"
-        f"  {split.name:<10} {split.num_documents:,} documents, {split.num_tokens:,} tokens of {dtype}\n"
+        f"  {split.name:<10} {counted(split.num_documents, 'document')}, "
+        f"{counted(split.num_tokens, 'token')} of {dtype}\n"
         f"  speed      {split.num_tokens / seconds:,.0f} tokens/s ({seconds:.1f} s)\n"
         f"  corpus     {corpus.fingerprint}"
     )
@@ -136,8 +138,8 @@ def _opened(path: Path, num_tokens: int) -> Iterator[BinaryIO]:
         raise CorpusError(
             "a shard is not the one in the manifest",
             where=path,
-            got=f"{found} tokens",
-            expected=f"{num_tokens} tokens",
+            got=f"{counted(found, 'token')}",
+            expected=f"{counted(num_tokens, 'token')}",
             fix=RESTORE,
         )
     with open(path, "rb", buffering=0) as file:
