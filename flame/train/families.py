@@ -46,12 +46,19 @@ def family_of(config: PretrainedConfig) -> Family:
     return FAMILIES.get(config.model_type, GENERIC)
 
 
-def check_family(config: PretrainedConfig, *, varlen: bool, device: torch.device) -> None:
-    """Raise `TrainingError`, with the reason, if this configuration cannot be trained on packed documents or here."""
+def check_family(
+    config: PretrainedConfig, *, varlen: bool, device: torch.device, longest_sequence: int | None = None
+) -> None:
+    """Raise `TrainingError`, with the reason, if this configuration cannot be trained on packed documents or here.
+
+    `longest_sequence` is the most tokens that a document, or a row without document masks, will have; None is unknown.
+    """
     family = family_of(config)
     refusal = _kind_refusal(config) or _expert_refusal(config) or family.config_refusal(config)
     if refusal is not None:
         raise TrainingError(f"a model of the type {config.model_type} cannot be trained as configured: {refusal}")
+    if longest_sequence is not None and family.learned_positions is not None:
+        _check_positions(config, family.learned_positions, longest_sequence)
     if varlen and family.packed_refusal is not None:
         raise TrainingError(
             f"packed documents cannot be used with a model of the type {config.model_type}: {family.packed_refusal}",
@@ -64,6 +71,18 @@ def check_family(config: PretrainedConfig, *, varlen: bool, device: torch.device
             f"a model of the type {config.model_type} runs on a CUDA GPU only: its kernels are written in Triton",
             got=f"the device {device.type}",
             fix="Train it on a GPU, or choose a model that runs anywhere, such as llama, qwen3 or transformer",
+        )
+
+
+def _check_positions(config: PretrainedConfig, name: str, longest_sequence: int) -> None:
+    num_positions = getattr(config, name)
+    if longest_sequence > num_positions:
+        raise TrainingError(
+            f"a model of the type {config.model_type} has a learned embedding for each position, and too few of them",
+            got=f"{name} {num_positions}, sequences of up to {longest_sequence} tokens",
+            expected=f"{name} of at least the longest sequence",
+            fix=f"Raise {name} in the model's configuration, or lower --training.context_len (with varlen) or "
+            "--training.seq_len",
         )
 
 

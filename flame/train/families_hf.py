@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -62,20 +62,40 @@ def _decoder_arguments(model: Any, positions: Tensor, cu_seqlens: Tensor | None,
     return arguments
 
 
-def _decoder_refusal(config: PretrainedConfig) -> str | None:
-    if getattr(config, "attention_dropout", 0.0):
-        return f"attention_dropout is {config.attention_dropout}, and attention here has no dropout; set it to 0"
-    if getattr(config, "use_bidirectional_attention", False):
-        return "use_bidirectional_attention is set, and attention here is causal; set it to false"
-    return None
+_DROPOUTS = ("attention_dropout", "attn_pdrop")
+_LIMITS = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping", "logits_scaling", "logit_scale")
+"""What bounds or scales attention and logits in some models, and that others of transformers would pass over."""
 
 
-_DECODER = Family(construct=_construct_decoder, sequence_arguments=_decoder_arguments, config_refusal=_decoder_refusal)
+def _decoder(*limits: str, never: Sequence[str] = (), **options: Any) -> Family:
+    """Return a family that honours these `_LIMITS`, and has no form of the switches in `never`."""
+
+    def refusal(config: PretrainedConfig) -> str | None:
+        for name in _DROPOUTS:
+            if getattr(config, name, 0.0):
+                return f"{name} is {getattr(config, name)}, and attention here has no dropout; set it to 0"
+        for name in ("use_bidirectional_attention", *never):
+            if getattr(config, name, False):
+                return f"{name} is set, and attention here has only the causal form; set it to false"
+        for name in _LIMITS:
+            if name not in limits and getattr(config, name, None) is not None:
+                return f"{name} is {getattr(config, name)}, which its model in transformers does not apply; remove it"
+        return None
+
+    return Family(
+        construct=_construct_decoder, sequence_arguments=_decoder_arguments, config_refusal=refusal, **options
+    )
+
+
+_WINDOW, _SCORE_CAP, _LOGIT_CAP = _LIMITS[:3]
 
 HF_FAMILIES: dict[str, Family] = {
-    "gemma2": _DECODER,
-    "llama": _DECODER,
-    "mistral": _DECODER,
-    "qwen2": _DECODER,
-    "qwen3": _DECODER,
+    "gemma2": _decoder(_WINDOW, _SCORE_CAP, _LOGIT_CAP),
+    "gemma3_text": _decoder(_WINDOW, _LOGIT_CAP),
+    "gpt2": _decoder(never=("add_cross_attention", "reorder_and_upcast_attn"), learned_positions="n_positions"),
+    "llama": _decoder(),
+    "mistral": _decoder(_WINDOW),
+    "olmo2": _decoder(),
+    "qwen2": _decoder(_WINDOW),
+    "qwen3": _decoder(_WINDOW),
 }

@@ -9,7 +9,7 @@ recurrence to run in chunks. docs/logging.md derives the formulas.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -107,9 +107,13 @@ _STACKED_EXPERTS = ("gate_up_proj", "down_proj")  # [experts, …, …]
 
 
 def _hugging_face_attention(module: Any) -> AttentionLayer:
-    config = module.config
-    window = getattr(module, "sliding_window", getattr(config, "sliding_window", None))  # of the layer, or of all
-    return AttentionLayer(width=config.num_attention_heads * module.head_dim, window=window)
+    width = module.config.num_attention_heads * module.head_dim
+    return AttentionLayer(width=width, window=getattr(module, "sliding_window", None))
+
+
+def _windowed_attention(module: Any) -> AttentionLayer:
+    """Of a model with one window for all layers, which stands in its configuration."""
+    return replace(_hugging_face_attention(module), window=getattr(module.config, "sliding_window", None))
 
 
 def _fla_attention(module: Any) -> AttentionLayer:
@@ -151,9 +155,13 @@ def _state_space(module: Any) -> RecurrentLayer:
 
 MIXERS: dict[str, Callable[[Any], AttentionLayer | RecurrentLayer]] = {
     "Gemma2Attention": _hugging_face_attention,
+    "GPT2Attention": _hugging_face_attention,
+    "Gemma3Attention": _hugging_face_attention,
     "LlamaAttention": _hugging_face_attention,
-    "MistralAttention": _hugging_face_attention,
-    "MixtralAttention": _hugging_face_attention,
+    "MistralAttention": _windowed_attention,
+    "MixtralAttention": _windowed_attention,
+    "Olmo2Attention": _hugging_face_attention,
+    "OlmoeAttention": _windowed_attention,
     "Qwen2Attention": _hugging_face_attention,
     "Qwen3Attention": _hugging_face_attention,
     "Qwen3MoeAttention": _hugging_face_attention,

@@ -75,14 +75,16 @@ def build_model(
     varlen: bool,
     attention: str = "auto",
     deterministic: bool = False,
+    longest_sequence: int | None = None,
 ) -> CausalLMLoss:
     """Build a model from scratch: on rank 0 in CPU memory, in fp32, from `seed`; on the others on the meta device.
 
     So its weights do not depend on the number of ranks; `parallelize` sends them out. `device` and `dtype` are what it
-    will compute on and in, `attention` a name in `flame.kernels.dispatch.ATTENTION` or "auto". Raises `UsageError` or
-    `TrainingError` if it cannot be trained so. Leaves torch's random numbers re-seeded.
+    will compute on and in, `attention` a name in `flame.kernels.dispatch.ATTENTION` or "auto", `longest_sequence` as
+    `check_family` takes it. Raises `UsageError` or `TrainingError` if it cannot be trained so. Leaves torch's random
+    numbers re-seeded.
     """
-    check_family(config, varlen=varlen, device=device)
+    check_family(config, varlen=varlen, device=device, longest_sequence=longest_sequence)
     family = family_of(config)
     chosen = _choose_attention(
         attention, config, device=device, dtype=dtype, varlen=varlen, deterministic=deterministic
