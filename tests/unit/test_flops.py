@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from flame.errors import UsageError
 from flame.train.devices import PEAK_TFLOPS, known_peak_flops, peak_flops
 from flame.train.families import FAMILIES, family_of
+from flame.train.families_hf import HF_FAMILIES
 from flame.train.flops import MIXERS, AttentionLayer, ModelFlops, model_flops
 from flame.train.options import MetricsOptions
 from tests.tiny_states import one_rank, shard, tiny_llama
@@ -50,7 +51,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "stickbreaking_attn": {"num_heads": 4},
 }
 
-DECODERS = ("gemma2", "llama", "mistral", "qwen2", "qwen3")
+DECODERS = tuple(HF_FAMILIES)
 """Hugging Face's, which run anywhere."""
 
 
@@ -184,12 +185,15 @@ def test_a_hybrid_has_attention_where_it_says_so(model_type: str) -> None:
 def test_a_hugging_face_decoder_is_what_torch_counts_when_it_runs(model_type: str) -> None:
     """Run whole, attention as two matrix products of all pairs: twice the half that is counted."""
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
-    sizes |= {"head_dim": 16, "sliding_window": 10 * T if model_type == "gemma2" else None}
+    sizes |= {"sliding_window": 10 * T if model_type.startswith("gemma") else None}
+    if model_type not in ("gpt2", "olmo2"):
+        sizes["head_dim"] = 16
     config = AutoConfig.for_model(model_type, vocab_size=80, num_hidden_layers=2, **sizes)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     flops = model_flops(model, config)
     assert flops is not None
-    width = model.model.layers[0].self_attn.q_proj.out_features
+    width = flops.attention[0].width
+    assert width == (64 if "head_dim" in sizes else 32)
     ran = counted(lambda: model(inputs_embeds=leaf(1, T, 32), use_cache=False).logits)
     assert flops.count(T, np.array([T])) == ran - 2 * attention(width)
 
@@ -227,9 +231,18 @@ def test_a_window_limits_the_pairs() -> None:
     assert flops.count(0, np.array([10])) == 6 * (4 * 4 + 2 * 4 * 6)
 
 
+_WINDOWS: tuple[tuple[str, tuple[int | None, ...]], ...] = (
+    ("mistral", (5, 5)),
+    ("gemma2", (5, None)),
+    ("gemma3_text", (5, 5)),
+    ("olmo2", (None, None)),
+    ("qwen3", (None, None)),
+)
+
+
 def test_a_layer_s_window_is_the_one_that_it_attends_in() -> None:
     sizes = {"vocab_size": 80, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
-    for model_type, windows in (("mistral", (5, 5)), ("gemma2", (5, None)), ("qwen3", (None, None))):
+    for model_type, windows in _WINDOWS:
         config = AutoConfig.for_model(model_type, num_hidden_layers=2, intermediate_size=48, sliding_window=5, **sizes)
         flops = model_flops(AutoModelForCausalLM.from_config(config), config)
         assert flops is not None
@@ -244,7 +257,7 @@ def test_large_steps_do_not_overflow() -> None:
 
 def test_a_model_with_a_layer_that_is_not_known_has_none() -> None:
     model = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model("gpt2", n_embd=32, n_layer=2, n_head=4, vocab_size=64)
+        AutoConfig.for_model("gpt_neox", hidden_size=32, num_hidden_layers=2, num_attention_heads=4, vocab_size=64)
     )
     assert model_flops(model, model.config) is None
     llama = tiny_llama()

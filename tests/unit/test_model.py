@@ -164,11 +164,10 @@ def test_without_document_masks_rows_are_causal(model_type: str) -> None:
 
 
 def test_any_other_model_takes_its_own_logits_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    config = AutoConfig.for_model("gpt2", n_embd=32, n_layer=2, n_head=4, vocab_size=64, n_positions=32)
-    config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
+    config = make_config("gpt_neox")
     with caplog.at_level("INFO", logger="flame"):
         module = build(config, varlen=False)
-    assert "gpt2, by the generic path" in caplog.text
+    assert "gpt_neox, by the generic path" in caplog.text
     batch = packed_batch([24])
     loss, num_labels, _ = module(batch["input_ids"], batch["labels"], batch["positions"])
     logits = module.model(input_ids=batch["input_ids"].long()).logits[0]
