@@ -10,6 +10,7 @@ from transformers import AutoConfig
 
 from flame.errors import TrainingError
 from flame.train.families import FAMILIES, GENERIC, check_family, family_of
+from flame.train.families_hf import HF_FAMILIES
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -20,10 +21,11 @@ def check(model_type: str, *, varlen: bool = True, device: torch.device = CPU, *
     check_family(AutoConfig.for_model(model_type, **options), varlen=varlen, device=device)
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3", "transformer"])
+@pytest.mark.parametrize("model_type", [*HF_FAMILIES, "transformer"])
 def test_what_trains_anywhere(model_type: str) -> None:
-    check(model_type)
-    check(model_type, varlen=False)
+    options = {"attn_pdrop": 0.0} if model_type == "gpt2" else {}
+    check(model_type, **options)
+    check(model_type, varlen=False, **options)
 
 
 @pytest.mark.parametrize("model_type", [name for name, family in FAMILIES.items() if family.needs_cuda])
@@ -34,18 +36,29 @@ def test_triton_kernels_need_a_gpu(model_type: str) -> None:
         check(model_type, varlen=False, **options)
 
 
-@pytest.mark.parametrize("model_type", ["mamba", "mamba2", "samba"])
+@pytest.mark.parametrize("model_type", ["mamba", "samba"])
 def test_a_family_that_ignores_cu_seqlens_is_refused_for_packed_documents(model_type: str) -> None:
     options = {"attn": None} if model_type == "samba" else {}
-    with pytest.raises(TrainingError, match=r"ignore cu_seqlens.*--training.varlen false.*llama"):
+    with pytest.raises(TrainingError, match=r"ignores cu_seqlens.*--training.varlen false.*llama"):
         check(model_type, device=GPU, **options)
 
 
 def test_an_unknown_family_is_refused_for_packed_documents_only() -> None:
-    assert family_of(AutoConfig.for_model("gpt2")) is GENERIC
-    check("gpt2", varlen=False)
-    with pytest.raises(TrainingError, match="packed documents cannot be used with a model of the type gpt2"):
-        check("gpt2")
+    assert family_of(AutoConfig.for_model("granite")) is GENERIC
+    check("granite", varlen=False)
+    with pytest.raises(TrainingError, match="packed documents cannot be used with a model of the type granite"):
+        check("granite")
+
+
+@pytest.mark.parametrize("varlen", [True, False])
+def test_learned_positions_reach_to_the_end_of_the_longest_sequence(varlen: bool) -> None:
+    config = AutoConfig.for_model("gpt2", n_positions=32, attn_pdrop=0.0)
+    check_family(config, varlen=varlen, device=CPU, longest_sequence=32)
+    with pytest.raises(TrainingError, match=r"n_positions 32, sequences of up to 33 tokens.*--training.context_len"):
+        check_family(config, varlen=varlen, device=CPU, longest_sequence=33)
+    check_family(
+        AutoConfig.for_model("llama", max_position_embeddings=32), varlen=varlen, device=CPU, longest_sequence=33
+    )
 
 
 @pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss"])
@@ -64,6 +77,17 @@ def test_an_encoder_is_refused() -> None:
     [
         ("llama", {"attention_dropout": 0.1}, "attention_dropout is 0.1"),
         ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ("gemma3_text", {"attn_logit_softcapping": 30.0}, "attn_logit_softcapping is 30.0"),
+        (
+            "llama",
+            {"final_logit_softcapping": 30.0},
+            "final_logit_softcapping is 30.0, which its model .* does not apply",
+        ),
+        ("olmo2", {"sliding_window": 8}, "sliding_window is 8"),
+        ("mistral", {"logits_scaling": 8.0}, "logits_scaling is 8.0"),
+        ("gpt2", {}, "attn_pdrop is 0.1"),
+        ("gpt2", {"attn_pdrop": 0.0, "add_cross_attention": True}, "add_cross_attention"),
+        ("gpt2", {"attn_pdrop": 0.0, "reorder_and_upcast_attn": True}, "reorder_and_upcast_attn"),
         ("transformer", {"attnres_block_size": 2}, "attnres_block_size"),
         ("transformer", {"hidden_act": "powlu"}, "only swish"),
         ("rwkv7", {"use_l2warp": True}, "use_l2warp"),
