@@ -19,6 +19,7 @@ from torch.utils.data import BatchSampler
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from flame.errors import CorpusError
+from flame.preprocess.pack import PackOptions, pack
 from flame.sampling.dataset import MixtureDataset, rank_samples
 from flame.sampling.mixture_file import write_mixture
 from flame.sampling.sources import mixture_of_corpora
@@ -76,6 +77,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Path) -> Pa
         build_here(texts, folder / "corpora" / name, tiny_tokenizer)
     mixture = mixture_of_corpora([folder / "corpora/web", folder / "corpora/code"], [0.7, 0.3], 42)
     write_mixture(folder / "mix.json", mixture)
+    assert pack(PackOptions(corpus=folder / "corpora/web", context_len=512)) == 0
     (folder / "model").mkdir()
     (folder / "model/config.json").write_text(json.dumps(LLAMA))
     return folder
@@ -107,13 +109,13 @@ def test_every_block_of_the_page_runs(
             continue
         exec(compile(block, "docs/python.md", "exec"), space)
         read_by_block.append(list(samples_read))
-    assert read_by_block[:3] == [[], [1_000_000], []]
-    assert read_by_block[3] == [*range(12), *range(4), *range(4, 12)]  # straight; stopped after one step, and resumed
+    assert read_by_block[:4] == [[], [1_000_000], [7], []]
+    assert read_by_block[4] == [*range(12), *range(4), *range(4, 12)]  # straight; stopped after one step, and resumed
     # the loader of the Trainer reads one batch ahead
     whole, resumed = [0, 1, 2, 3], [2, 3]
-    first, again = split_at_second_start(read_by_block[4])
+    first, again = split_at_second_start(read_by_block[5])
     assert first[:4] == whole and again[:2] == resumed and max(first + again) < 8
-    assert read_by_block[5][:2] == resumed
+    assert read_by_block[6][:2] == resumed
 
 
 def split_at_second_start(ks: list[int]) -> tuple[list[int], list[int]]:
