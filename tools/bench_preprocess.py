@@ -8,6 +8,11 @@ text, for what it has more of CPU seconds. `/alone` is an engine asked by name o
 loading left out. Every build runs in fresh processes; CPU seconds are those of all its descendants, memory is the
 largest sum of proportional set sizes (PSS) over them. The peers run beside it unless --no_peer: each has rows of its
 own, and the best of them is the peer of ours.
+
+    python tools/bench_preprocess.py --sizes 17 50 100 170 --workers 1 2 4 [--tokenizers tok/gpt2]
+
+gives the cost against input size and against workers instead: `preprocess/<tokenizer>/<MB>MB/<workers>w`, each build of
+the first so many MB of text of the same files, which are written anew for it.
 """
 
 from __future__ import annotations
@@ -28,6 +33,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
@@ -116,6 +123,9 @@ class Row:
 def main() -> None:
     arguments = parse(sys.argv[1:])
     files = sorted(arguments.data.glob("*.parquet"))
+    if arguments.sizes:
+        show(rows_of_scale(arguments, files), as_json=arguments.json)
+        return
     text_bytes, first_bytes = count_text(files), count_text(files[:1])
     rows: list[Row] = []
     for tokenizer in arguments.tokenizers:
@@ -151,6 +161,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--num_workers", type=int, default=2)
     parser.add_argument("--engines", nargs="+", default=["auto"], help="auto, gigatoken, fastokens, hf")
+    parser.add_argument("--sizes", type=float, nargs="+", default=(), help="MB of text: cost against input size")
+    parser.add_argument("--workers", type=int, nargs="+", default=(2,), help="with --sizes: cost against workers")
     parser.add_argument("--no_peer", dest="peer", action="store_false", help="do not run others beside it")
     parser.add_argument("--scratch", type=Path, default=None, help="where output is written, and deleted again")
     parser.add_argument("--json", action="store_true", help="one object a row instead of a table")
@@ -163,12 +175,49 @@ def count_text(files: Sequence[Path]) -> int:
     return sum(pc.sum(pc.binary_length(texts)).as_py() or 0 for texts in columns)
 
 
+def rows_of_scale(arguments: argparse.Namespace, files: Sequence[Path]) -> list[Row]:
+    """Return what builds of growing inputs cost, with each number of workers."""
+    rows = []
+    for tokenizer in arguments.tokenizers:
+        with tempfile.TemporaryDirectory(dir=arguments.scratch) as scratch:
+            output = Path(scratch) / "out"
+            paid = our_command(arguments, FASTEST, tokenizer, output, files[0])
+            measure(paid, output, {})  # what is paid once
+            for size in arguments.sizes:
+                data = Path(scratch) / f"{size:g}.parquet"
+                text_bytes = write_first(files, data, int(size * MB))
+                for workers in arguments.workers:
+                    shutil.rmtree(output)
+                    command = our_command(arguments, FASTEST, tokenizer, output, data, workers)
+                    cost = measure(command, output, {})
+                    name = f"{tokenizer.name}/{text_bytes / MB:.0f}MB/{workers}w"
+                    rows.append(row(name, SPEED, cost.speed(text_bytes)))
+                    rows.append(row(f"{name}/cpu", "CPU seconds", cost.cpu_seconds))
+                    rows.append(row(f"{name}/wall", "seconds", cost.wall_seconds))
+                    rows.append(row(f"{name}/memory", "MB of peak PSS", cost.peak_pss_bytes / MB))
+    return rows
+
+
+def write_first(files: Sequence[Path], path: Path, size_bytes: int) -> int:
+    """Write the first documents of `files` that hold `size_bytes` of text, or all of them; return their bytes."""
+    texts = pa.concat_tables([pq.read_table(file, columns=["text"]) for file in files])
+    ends = np.cumsum(pc.binary_length(texts.column("text")).to_numpy())
+    count = min(int(np.searchsorted(ends, size_bytes)) + 1, len(ends))
+    pq.write_table(texts.slice(0, count), path, row_group_size=1000, compression="zstd")
+    return int(ends[count - 1])
+
+
 def our_command(
-    arguments: argparse.Namespace, engine: str, tokenizer: Path, output: Path, dataset: str | Path
+    arguments: argparse.Namespace,
+    engine: str,
+    tokenizer: Path,
+    output: Path,
+    dataset: str | Path,
+    num_workers: int | None = None,
 ) -> list[str]:
     return [
         *(sys.executable, "-m", "flame.cli.preprocess", "build", f"--dataset={dataset}"),
-        *(f"--tokenizer={tokenizer}", f"--output={output}", f"--num_workers={arguments.num_workers}"),
+        *(f"--tokenizer={tokenizer}", f"--output={output}", f"--num_workers={num_workers or arguments.num_workers}"),
         f"--engine={engine}",
     ]
 
