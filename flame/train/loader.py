@@ -166,22 +166,18 @@ def plan_steps(
     sampler: Sampler, geometry: BatchGeometry, *, dp_rank: int, consumed_samples: int
 ) -> Iterator[PlannedStep]:
     """Yield a rank's steps, for ever; many are located at once."""
-    per_step, per_rank = geometry.samples_per_step, geometry.samples_per_step // geometry.dp_size
-    num_steps = max(1, _LOCATED_SAMPLES // per_rank)
+    per_step = geometry.samples_per_step
+    of_step = sample_indices(geometry, 0, dp_rank).reshape(geometry.accumulation, -1)
+    num_steps = max(1, _LOCATED_SAMPLES // of_step.size)
+    firsts = np.arange(num_steps, dtype=np.int64)[:, None, None] * per_step
     while True:
-        firsts = [consumed_samples + i * per_step for i in range(num_steps)]
-        samples = np.stack([sample_indices(geometry, first, dp_rank) for first in firsts])
+        samples = firsts + (of_step + consumed_samples)
         located = sampler.locate(samples.reshape(-1))
-        shape = (num_steps, geometry.accumulation, -1)
-        columns = (samples.reshape(shape), located.source.reshape(shape), located.offset.reshape(shape))
-        for first, ks, sources, offsets in zip(firsts, *columns, strict=True):
-            yield PlannedStep(
-                samples=ks,
-                sources=sources,
-                offsets=offsets,
-                consumed_samples=first + per_step,
-            )
-        consumed_samples = firsts[-1] + per_step
+        for ks, sources, offsets in zip(
+            samples, located.source.reshape(samples.shape), located.offset.reshape(samples.shape), strict=True
+        ):
+            consumed_samples += per_step
+            yield PlannedStep(samples=ks, sources=sources, offsets=offsets, consumed_samples=consumed_samples)
 
 
 class _HostMemory:
