@@ -116,6 +116,7 @@ def test_every_block_of_the_page_runs(
     first, again = split_at_second_start(read_by_block[5])
     assert first[:4] == whole and again[:2] == resumed and max(first + again) < 8
     assert read_by_block[6][:2] == resumed
+    assert len(read_by_block) == 7 or read_by_block[7][:4] == whole  # Lightning's, where there is one
 
 
 def split_at_second_start(ks: list[int]) -> tuple[list[int], list[int]]:

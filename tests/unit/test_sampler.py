@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from flame.errors import MixtureError, UsageError
 from flame.sampling.interleave import TABLE_SLOTS, integer_weights
-from flame.sampling.mixture import Mixture, Source, Stage
+from flame.sampling.mixture import Mixture, Packs, Source, Stage
 from flame.sampling.permutation import epoch_key, epoch_offset, permute
 from flame.sampling.sampler import BatchGeometry, Sampler, default_window_len, num_windows, sample_indices
 from flame.shards.reader import Split
@@ -27,6 +27,25 @@ VECTOR_OF_VERSION_1 = [
     [0, 962380, 1402, 89734],
     [0, 1924761, 434, 27809],
 ]  # source, epoch, window, offset
+
+VECTOR_OF_STAGES = [
+    [0, 0, 1003, 64215],
+    [0, 0, 1241, 79447],
+    [2, 0, 232, 14866],
+    [0, 0, 425, 27223],
+    [0, 0, 1052, 67351],
+    [1, 3, 43, 2752],
+    [2, 1720739, 498, 31895],
+]
+VECTOR_OF_PACKS = [
+    [0, 0, 84, 5376],
+    [0, 0, 47, 3008],
+    [0, 0, 56, 3584],
+    [0, 0, 29, 1856],
+    [1, 3, 43, 2752],
+    [0, 15032386, 77, 4928],
+]
+VECTOR_OF_RANK_1 = [[[1004, 1005], [1006, 1007]], [[1016, 1017], [1018, 1019]], [[1028, 1029], [1030, 1031]]]
 
 
 @dataclass(frozen=True)
@@ -320,3 +339,25 @@ def test_vector_of_version_1() -> None:
     assert [list(row) for row in locate(sampler, [0, 1, 2, 3, 1000, 2**31 + 1, 2**32 + 5])] == VECTOR_OF_VERSION_1
     other = Sampler(replace(sampler.mixture, data_seed=43), cast("list[Split]", [Length(100_003), Length(5_000)]), 64)
     assert locate(other, range(8)) != locate(sampler, range(8))
+
+
+def test_vector_of_version_1_over_stages() -> None:
+    """Counts carry over: what a source gives in its second stage follows what it gave in the first."""
+    stages = (0, [0.7, 0.3, 0]), (64_000, [0.5, 0.25, 0.25])
+    sampler = make_sampler([100_003, 5_000, 40_000], *stages, window_len=64)
+    found = locate(sampler, [0, 999, 1000, 1001, 1002, 1003, 2**32 + 5])
+    assert [list(row) for row in found] == VECTOR_OF_STAGES
+
+
+def test_vector_of_version_1_of_packs() -> None:
+    """The index's fingerprint is in the key, no token is left over, and offsets count packs of context_len."""
+    plain = make_mixture([6400, 5000], (0, [0.7, 0.3]))
+    packed = replace(plain.sources[0], packs=Packs(context_len=64, fingerprint="sha256:packs"))
+    mixture = replace(plain, sources=(packed, plain.sources[1]))
+    sampler = Sampler(mixture, cast("list[Split]", [Length(1), Length(5000)]), 64)
+    assert sampler.num_windows == (100, 78)
+    assert [list(row) for row in locate(sampler, [0, 1, 2, 3, 1000, 2**31 + 1])] == VECTOR_OF_PACKS
+
+
+def test_vector_of_version_1_of_ranks() -> None:
+    assert sample_indices(geometry(seq_len=20, dp_size=3), 1000, 1).tolist() == VECTOR_OF_RANK_1
