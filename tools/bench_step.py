@@ -1,7 +1,7 @@
 """How fast a whole training step is on this GPU: `flame-train` itself, on packed documents of web-like lengths.
 
     python tools/bench_step.py                      # 340M transformer, 65,536 packed tokens a step, eager and compiled
-    python tools/bench_step.py --config configs/gla_340M.json --steps 30 --json
+    python tools/bench_step.py --config configs/gla_374M.json --steps 30 --json
 
 Each row is a run in a fresh process. Reported: the median of the later half of the logged steps, the device's peak
 memory, and the seconds from the process's start to the end of its first step.
@@ -35,7 +35,7 @@ VOCABULARY = 32_000
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", default=str(PROJECT / "configs" / "transformer_340M.json"))
+    parser.add_argument("--config", default=str(PROJECT / "configs" / "transformer_374M.json"))
     parser.add_argument("--seq_len", type=int, default=65_536)
     parser.add_argument("--context_len", type=int, default=4096)
     parser.add_argument("--steps", type=int, default=30)

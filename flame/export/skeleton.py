@@ -14,7 +14,7 @@ from flame.errors import CheckpointError, TokenizerError
 from flame.train.families import check_family
 from flame.train.hf_files import build_hf_files
 from flame.train.initial import GENERATION_CONFIG, read_generation_config
-from flame.train.model_config import construct_model, load_model_config
+from flame.train.model_config import construct_model, find_config, load_model_config
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "*.tiktoken")
 
@@ -25,6 +25,7 @@ def build_skeleton(source: Path, *, rows: int | None = None, trust_remote_code: 
     Its configuration keeps its own embedding rows, or has `rows` of them, and its own special tokens; a folder's
     generation_config.json is taken along. Raises `TrainingError` where `flame-train` could not train such a model.
     """
+    source = Path(find_config(str(source)))
     config = load_model_config(str(source), vocab_size=0, eos_id=0, keep_rows=True, trust_remote_code=trust_remote_code)
     if rows is not None:
         config.vocab_size = rows

@@ -124,7 +124,7 @@ def parse_train_config(argv: Sequence[str]) -> TrainConfig:
     refuse_with_early_step(config)
     refuse_absent_loggers(config.metrics)
     if config.model.config is None:
-        raise UsageError("flame-train needs --model.config", fix="For example --model.config configs/llama_340M.json")
+        raise UsageError("flame-train needs --model.config", fix="For example --model.config configs/llama_374M.json")
     if config.training.dataset is None:
         raise UsageError(
             "flame-train needs --training.dataset",

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flame.train.families import FAMILIES, family_of
-from flame.train.model_config import load_model_config
+from flame.train.model_config import OLD_NAMES, find_config, load_model_config
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 FILES = sorted(CONFIGS.glob("*.json"))
@@ -26,29 +26,44 @@ PREDECESSORS = {
     "samba": ["1B"],
 }
 ADDED = {"kda": ["340M"], "rwkv7": ["340M"], "llama": ["340M", "1B", "8B"], "qwen3": ["600M", "1.7B", "8B"]}
-UNITS = {"M": 1e6, "m": 1e6, "B": 1e9}
 
 
 @pytest.mark.parametrize("model_type", [*PREDECESSORS, *ADDED])
-def test_it_ships(model_type: str) -> None:
-    sizes = {**PREDECESSORS, **ADDED}[model_type]
-    assert {CONFIGS / f"{model_type}_{size}.json" for size in sizes} <= set(FILES)
+def test_it_ships_by_the_name_that_it_had(model_type: str) -> None:
+    for size in {**PREDECESSORS, **ADDED}[model_type]:
+        assert Path(find_config(str(CONFIGS / f"{model_type}_{size}.json"))) in FILES
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_it_builds_and_is_as_large_as_its_name_says(file: Path) -> None:
+def test_it_builds_and_its_name_tells_its_parameters(file: Path) -> None:
+    """Embeddings included, a tied head counted once, of the vocabulary that the file says."""
     pytest.importorskip("fla")
-    config = load_model_config(str(file), vocab_size=32000, eos_id=2)
-    family = family_of(config)
+    config = load_model_config(str(file), vocab_size=1, eos_id=2)
     assert config.model_type in FAMILIES and config.vocab_size % 128 == 0
+    assert config.vocab_size == json.loads(file.read_text())["vocab_size"]
     with torch.device("meta"):
-        model = family.construct(config, "sdpa")
-    if file.stem == "gated_deltanet_340M":  # the predecessor's name for it
-        assert file.read_text() == (CONFIGS / "gated_deltanet_510M.json").read_text()
-        return
-    label = file.stem.rpartition("_")[2]
-    said = float(label[:-1]) * UNITS[label[-1]]
-    assert 0.9 * said < sum(parameter.numel() for parameter in model.parameters()) < 1.45 * said
+        model = family_of(config).construct(config, "sdpa")
+    millions = model.num_parameters() / 1e6
+    size = f"{millions:.0f}M" if millions < 1000 else f"{millions / 1000:.1f}B"
+    assert file.stem == f"{config.model_type}_{size}"
+
+
+def test_an_old_name_is_loaded_and_the_log_tells_what_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger="flame"):
+        config = load_model_config(str(CONFIGS / "llama_340M.json"), vocab_size=1, eos_id=2)
+    assert "llama_374M.json today: it has 374M parameters, embeddings included" in caplog.text
+    assert config.to_dict() == load_model_config(str(CONFIGS / "llama_374M.json"), vocab_size=1, eos_id=2).to_dict()
+
+
+def test_every_old_name_stands_for_a_file_and_hides_none(tmp_path: Path) -> None:
+    for old, new in OLD_NAMES.items():
+        assert (CONFIGS / new).is_file() and not (CONFIGS / old).exists()
+        own = tmp_path / old.removesuffix(".json") / old
+        own.parent.mkdir()
+        assert find_config(str(own)) == str(own), "in another folder, where nothing has the new name"
+        own.write_text("{}")
+        (own.parent / new).write_text("{}")
+        assert find_config(str(own)) == str(own), "a file of that name is what was asked for"
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)

@@ -78,8 +78,8 @@ def test_a_path_that_is_not_there(source: str, tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_path_that_is_nearly_there() -> None:
-    with pytest.raises(UsageError, match=r"Did you mean .*configs/transformer_340M.json"):
-        load_model_config(str(PROJECT / "configs" / "transformer_340.json"), vocab_size=10, eos_id=0)
+    with pytest.raises(UsageError, match=r"Did you mean .*configs/transformer_374M.json"):
+        load_model_config(str(PROJECT / "configs" / "transformer_374.json"), vocab_size=10, eos_id=0)
 
 
 def test_a_hub_name_without_a_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
