@@ -153,6 +153,12 @@ def _state_space(module: Any) -> RecurrentLayer:
     return RecurrentLayer(products=2 * module.intermediate_size * module.ssm_state_size)
 
 
+def _packed_state_space(module: Any) -> RecurrentLayer:
+    """The same of our form of mamba2's layer: its convolution runs over the channels, and B and C of each group."""
+    channels, convolved, _ = module.widths
+    return RecurrentLayer(products=2 * channels * ((convolved - channels) // (2 * module.num_groups)))
+
+
 MIXERS: dict[str, Callable[[Any], AttentionLayer | RecurrentLayer]] = {
     "Gemma2Attention": _hugging_face_attention,
     "GPT2Attention": _hugging_face_attention,
@@ -178,4 +184,5 @@ MIXERS: dict[str, Callable[[Any], AttentionLayer | RecurrentLayer]] = {
     "RWKV7Attention": _rwkv7,
     "Mamba": _state_space,
     "Mamba2": _state_space,
+    "PackedMamba2": _packed_state_space,
 }
