@@ -50,6 +50,11 @@ class PackedSplit(Split):
 
     # ---- windows
 
+    def advise_window(self, start: int, length: int) -> None:
+        """Have the system read a pack's pieces, as `Split.advise_window` does of a window."""
+        for first, num_tokens in self._pieces_of(start, length):
+            super().advise_window(first, num_tokens)
+
     def view_window(self, start: int, length: int) -> tuple[NDArray[np.uint32], NDArray[np.uint64], int]:
         """Return (tokens, ends, 0) of the pack that begins at `start`, as `Split.view_window` does of a window.
 

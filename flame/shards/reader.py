@@ -140,6 +140,15 @@ class Split:
                 return
             shard, offset = shard + 1, 0
 
+    def advise_window(self, start: int, length: int) -> None:
+        """Have the system read a window that `view_window` is about to show, and do not wait for it.
+
+        So cold windows are read whole, and side by side. Of one that spans shards the first one's part. Cost: some µs.
+        """
+        shard = self._shard_of(start)
+        first = start - self._token_starts[shard]
+        self._map(shard).advise(first, min(length + 1, self.shards[shard].num_tokens - first))
+
     def view_window(self, start: int, length: int) -> tuple[NDArray[np.uint32], NDArray[np.uint64], int]:
         """Return (tokens, ends, base): `length` tokens and the one that follows; the document ends inside the length.
 

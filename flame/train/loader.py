@@ -123,6 +123,7 @@ class StepLoader:
 
     def _read(self, planned: PlannedStep) -> StepBatch:
         """Read a step into host memory, pinned where it will be copied to a GPU."""
+        self._advise(planned)
         memories = [_HostMemory(pinned=self._device.type == "cuda") for _ in range(self._geometry.accumulation)]
         batches = [self._pack(planned, micro_step, memory) for micro_step, memory in enumerate(memories)]
         by_sample = np.array([labels for batch in batches for labels in batch.labels_by_sample], dtype=np.int64)
@@ -134,6 +135,13 @@ class StepLoader:
             labels_by_sample=by_sample,
             consumed_samples=planned.consumed_samples,
         )
+
+    def _advise(self, planned: PlannedStep) -> None:
+        """Have the disk read all windows of a step at once, before the first is waited for."""
+        for source, offset in zip(
+            planned.sources.reshape(-1).tolist(), planned.offsets.reshape(-1).tolist(), strict=True
+        ):
+            self._splits[source].advise_window(offset, self._geometry.window_len)
 
     def _pack(self, planned: PlannedStep, micro_step: int, memory: _HostMemory) -> PackedBatch:
         sources, offsets = planned.sources[micro_step], planned.offsets[micro_step].tolist()

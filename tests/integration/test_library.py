@@ -34,8 +34,8 @@ BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE, flags=re.MULTILINE | re.DOTA
 INTERFACE = {
     "flame.shards.reader": {
         "Corpus": "path manifest | fingerprint open split tokenizer tokenizer_folder",
-        "Split": "corpus name info | check document document_bounds document_containing ends_between locate provenance"
-        " read read_into view_window",
+        "Split": "corpus name info | advise_window check document document_bounds document_containing ends_between"
+        " locate provenance read read_into view_window",
         "Document": "number ids text provenance |",
     },
     "flame.shards.token_bytes": {"token_bytes": "tokenizer info"},

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
+import mmap
 import os
 import subprocess
 import sys
+import time
 from bisect import bisect_right
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +22,7 @@ from hypothesis import strategies as st
 
 import flame.shards.reader
 from flame.errors import CorpusError, UsageError
-from flame.shards.format import END_DTYPE, TOKEN_DTYPE, ends_path, npy_header, tokens_path
+from flame.shards.format import END_DTYPE, HEADER_BYTES, TOKEN_DTYPE, ends_path, npy_header, tokens_path
 from flame.shards.manifest import Manifest, ShardInfo, SplitInfo, read_manifest, write_manifest
 from flame.shards.maps import MAX_MAPPED_SHARDS, ShardMaps
 from flame.shards.reader import Corpus, Split
@@ -41,6 +44,35 @@ def split(corpus: Path) -> Split:
 
 
 # ---- what is read
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux which pages lie in memory")
+def test_a_cold_window_is_read_ahead_when_it_is_advised(tmp_path: Path) -> None:
+    path = make_corpus(tmp_path / "corpus", [[7] * 2_000_000], provenance=False)
+    split = Corpus.open(path).split("train")
+    start, length = 1_000_000, 65_536  # far from the header, which brings some pages along
+    file = tokens_path(path, "train", split.shards[0].name)
+    descriptor = os.open(file, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(descriptor)
+    mapped = np.memmap(file, np.uint8, "r")
+    first, stop = (HEADER_BYTES + 4 * start) // mmap.PAGESIZE, (HEADER_BYTES + 4 * (start + length)) // mmap.PAGESIZE
+
+    def num_cached() -> int:
+        pages = (ctypes.c_ubyte * (stop - first))()
+        address = ctypes.c_void_p(mapped.ctypes.data + first * mmap.PAGESIZE)
+        size_bytes = ctypes.c_size_t((stop - first) * mmap.PAGESIZE)
+        assert ctypes.CDLL(None, use_errno=True).mincore(address, size_bytes, pages) == 0, ctypes.get_errno()
+        return sum(page & 1 for page in pages)
+
+    if num_cached():
+        pytest.skip("a file system in memory")
+    split.advise_window(start, length)
+    deadline = time.monotonic() + 60
+    while num_cached() < stop - first:
+        assert time.monotonic() < deadline, "nobody reads it"
+    assert split.read(start, start + 3).tolist() == [7, 7, 7]
 
 
 def test_a_corpus_says_what_it_holds(corpus: Path) -> None:
