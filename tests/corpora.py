@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from flame.preprocess.tokenizer_check import tokenizer_files
 from flame.shards.fingerprint import tokenizer_fingerprint
 from flame.shards.format import TOKENIZER_FOLDER, ends_path, tokens_path
 from flame.shards.manifest import Manifest, ShardInfo, SplitInfo, TokenizerInfo, read_manifest, write_manifest
@@ -39,7 +40,8 @@ def make_corpus(
     if tokenizer is not None:
         shutil.copytree(tokenizer, folder / TOKENIZER_FOLDER)
         tokenizer_json = (tokenizer / "tokenizer.json").read_bytes()
-    write_manifest(folder, Manifest(tokenizer=tokenizer_info(tokenizer_json, eos_id, vocab_size), splits=splits))
+    info = tokenizer_info(tokenizer_json, eos_id, vocab_size)
+    write_manifest(folder, Manifest(tokenizer=info, splits=splits, tokenizer_files=tokenizer_files(folder)))
     return folder
 
 

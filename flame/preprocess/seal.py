@@ -20,6 +20,7 @@ from flame.preprocess.blocks import Tokenized, write
 from flame.preprocess.folder import VAL_PARTS, receipt_path
 from flame.preprocess.holdout import HASH_COLUMN, first_copies
 from flame.preprocess.records import checksum_of, damaged
+from flame.preprocess.tokenizer_check import tokenizer_files
 from flame.shards.checksum import payload_checksum
 from flame.shards.format import HEADER_BYTES, TOKEN_DTYPE, docs_path, ends_path, tokens_path
 from flame.shards.manifest import Manifest, ShardInfo, SplitInfo, TokenizerInfo, write_manifest
@@ -67,6 +68,7 @@ def seal(
     manifest = Manifest(
         tokenizer=tokenizer,
         splits=splits,
+        tokenizer_files=tokenizer_files(corpus),
         rejects=dict(sorted(rejects.items())),
         engine=engine,
         options=options,

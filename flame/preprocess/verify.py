@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING
 from tqdm import tqdm
 
 from flame.config import option
-from flame.errors import TokenizerError, UsageError
+from flame.errors import UsageError
 from flame.files import TEMPORARY_SUFFIX
 from flame.preprocess.pack_check import check_pack_indices
 from flame.preprocess.problem import Problem, told
 from flame.preprocess.shard_check import Advance, ContentRules, check_shard
-from flame.shards.fingerprint import tokenizer_fingerprint
+from flame.preprocess.tokenizer_check import check_tokenizer, check_tokenizer_files
 from flame.shards.format import (
     BUILD_FOLDER,
     END_DTYPE,
@@ -34,7 +34,7 @@ from flame.shards.format import (
     ends_path,
     tokens_path,
 )
-from flame.shards.manifest import DamagedManifestError, Manifest, ShardInfo, TokenizerInfo, read_manifest
+from flame.shards.manifest import DamagedManifestError, Manifest, ShardInfo, read_manifest
 from flame.shards.reader import Corpus
 from flame.words import counted
 
@@ -123,9 +123,11 @@ def _report(options: VerifyOptions, manifest: Manifest | None, found: Iterable[F
 
 def find_damage(corpus: Path, manifest: Manifest, *, num_workers: int | None = None) -> Iterator[Finding]:
     """Yield what is wrong with a corpus of a whole manifest: tokenizer, shards in order, stray files, pack indices."""
-    tokenizer, wrong = _check_tokenizer(corpus, manifest.tokenizer)
+    tokenizer, wrong = check_tokenizer(corpus, manifest.tokenizer)
     if wrong is not None:
         yield Finding(path=f"{TOKENIZER_FOLDER}/tokenizer.json", problem=wrong)
+    for problem in check_tokenizer_files(corpus, manifest.tokenizer_files):
+        yield Finding.of(corpus, problem)
     rules = _rules(corpus, manifest, tokenizer)
     shards = [(name, shard) for name, split in manifest.splits.items() for shard in split.shards]
     num_workers = num_workers or len(os.sched_getaffinity(0))
@@ -140,29 +142,6 @@ def find_damage(corpus: Path, manifest: Manifest, *, num_workers: int | None = N
     yield from _find_strays(corpus, manifest, provenance=rules.provenance)
     for problem in check_pack_indices(Corpus(corpus, manifest)):
         yield Finding.of(corpus, problem)
-
-
-def _check_tokenizer(corpus: Path, info: TokenizerInfo) -> tuple[Tokenizer | None, str | None]:
-    """Return the corpus's tokenizer, if it is the manifest's own, else what is wrong with it."""
-    from flame.shards.tokenizer import load_tokenizer, tokenizer_path
-
-    try:
-        found = tokenizer_fingerprint(
-            tokenizer_path(corpus).read_bytes(),
-            bos_id=info.bos_id,
-            eos_id=info.eos_id,
-            bos=info.bos,
-            special_text=info.special_text,
-        )
-        if found != info.fingerprint:
-            return None, f"its fingerprint is {found}, and the manifest says {info.fingerprint}"
-        return load_tokenizer(corpus), None
-    except FileNotFoundError:
-        return None, "a file of the corpus is absent"
-    except OSError as error:
-        return None, f"it cannot be read: {error.strerror}"
-    except TokenizerError as error:
-        return None, told(error)
 
 
 def _rules(corpus: Path, manifest: Manifest, tokenizer: Tokenizer | None) -> ContentRules:

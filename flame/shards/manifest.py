@@ -81,10 +81,14 @@ class SplitInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """The content of manifest.json. What is not in the fingerprint says how the corpus was made."""
+    """The content of manifest.json. What is not in the fingerprint says how the corpus was made.
+
+    `tokenizer_files` has the checksum of each file beside tokenizer.json, by name; empty where none was noted.
+    """
 
     tokenizer: TokenizerInfo
     splits: Mapping[str, SplitInfo]
+    tokenizer_files: Mapping[str, str] = field(default_factory=dict)
     rejects: Mapping[str, int] = field(default_factory=dict)
     engine: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -111,6 +115,7 @@ class Manifest:
                 name: {**dataclasses.asdict(split), "shards": [dataclasses.asdict(shard) for shard in split.shards]}
                 for name, split in self.splits.items()
             },
+            "tokenizer_files": dict(self.tokenizer_files),
             "rejects": dict(self.rejects),
             "engine": dict(self.engine),
             "options": dict(self.options),
@@ -172,9 +177,11 @@ def manifest_from_json(value: Mapping[str, Any], path: Path) -> Manifest:
             },
             **{
                 name: _of_type(dict, value.get(name, {}), name, "an object")
-                for name in ("rejects", "engine", "options", "inputs", "built")
+                for name in ("tokenizer_files", "rejects", "engine", "options", "inputs", "built")
             },
         )
+        for name, checksum in manifest.tokenizer_files.items():
+            _of_type(str, checksum, f"tokenizer_files.{name}", "a text")
         for reason, number in manifest.rejects.items():
             _count(number, f"rejects.{reason}")
         _count(manifest.engine.get("redone_tasks", 0), "engine.redone_tasks")

@@ -52,6 +52,7 @@ GOLDEN = {
             ],
         }
     },
+    "tokenizer_files": {},
     "rejects": {},
     "engine": {},
     "options": {},

@@ -249,6 +249,24 @@ def test_the_tokenizer_is_the_one_of_the_manifest(corpus: Path) -> None:
     assert findings(corpus) == ["tokenizer/tokenizer.json: it cannot be read: Is a directory"]
 
 
+def test_the_files_beside_the_tokenizer_are_those_that_were_sealed(corpus: Path) -> None:
+    path, added = (corpus / "tokenizer" / name for name in ("tokenizer_config.json", "special_tokens_map.json"))
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token": "x"}))
+    added.write_text('{"eos_token": "x"}')
+    (corpus / "tokenizer" / "README.md").touch()
+    strange, changed = findings(corpus)
+    assert strange == "tokenizer/special_tokens_map.json: the manifest does not name it"
+    assert changed.startswith("tokenizer/tokenizer_config.json: its checksum is xxh3:")
+    added.unlink()
+    path.unlink()
+    assert findings(corpus) == ["tokenizer/tokenizer_config.json: a file of the corpus is absent"]
+    path.mkdir()
+    assert findings(corpus) == ["tokenizer/tokenizer_config.json: it cannot be read: Is a directory"]
+    manifest = json.loads((corpus / "manifest.json").read_text())
+    (corpus / "manifest.json").write_text(json.dumps(manifest | {"tokenizer_files": {}}))
+    assert findings(corpus) == []  # built before they were noted
+
+
 def test_findings_come_in_the_manifests_order(corpus: Path) -> None:
     for shard in (0, 1, 2):
         path = path_of(corpus, tokens_path, shard)
@@ -278,7 +296,7 @@ def sealed(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Path) -> Pa
 
 
 def damageable(corpus: Path) -> list[Path]:
-    return sorted(path for path in corpus.rglob("*") if path.is_file() and path.name != "tokenizer_config.json")
+    return sorted(path for path in corpus.rglob("*") if path.is_file())
 
 
 def found_with(path: Path, content: bytes, corpus: Path) -> list[Finding]:
