@@ -186,15 +186,16 @@ def gather_losses(
         np.bincount(last.sources, weights=weights, minlength=num_sources).tolist()
         for weights in (sample_losses[-1], last.labels, np.full(len(last.samples), geometry.window_len))
     ]
-    ranks = _from_all_ranks([own_labels, *by_source[0], *by_source[1], *by_source[2], *sums], world)
-    step_sums = [math.fsum(values) for values in zip(*(rank[1 + 3 * num_sources :] for rank in ranks), strict=True)]
+    highest = _own_highest_rows(last, sample_losses[-1], geometry)
+    own = [own_labels, *by_source[0], *by_source[1], *by_source[2], *highest, *sums]
+    ranks = _from_all_ranks(own, world)
+    first_row, first_sum = 1 + 3 * num_sources, 1 + 3 * num_sources + len(highest)
+    step_sums = [math.fsum(values) for values in zip(*(rank[first_sum:] for rank in ranks), strict=True)]
     means = [total / step.num_labels if step.num_labels else None for total, step in zip(step_sums, kept, strict=True)]
     found = [rule.see(step.step, loss) for step, loss in zip(kept, means, strict=True) if loss is not None]
     spikes = sorted((spike for spike in found if spike is not None), key=_height)[-MAX_SPIKES:]
     spikes.sort(key=lambda spike: spike.step)
-    place_of = {step.step: place for place, step in enumerate(kept)}
-    wanted = [place_of[spike.step] for spike in spikes] + [len(kept) - 1]
-    *rows_of_spikes, rows = _highest_rows([(kept[i], sample_losses[i]) for i in wanted], geometry, world)
+    rows = _highest_of_ranks([rank[first_row:first_sum] for rank in ranks], last, geometry, world)
     totals = [math.fsum(column) for column in zip(*(rank[1 : 1 + 3 * num_sources] for rank in ranks), strict=True)]
     losses, labels, tokens = (totals[i * num_sources : (i + 1) * num_sources] for i in range(3))
     return LossReport(
@@ -203,7 +204,26 @@ def gather_losses(
         by_source=tuple(loss / count if count else None for loss, count in zip(losses, labels, strict=True)),
         tokens_by_source=tuple(int(count) for count in tokens),
         rows=rows,
-        spikes=tuple(replace(spike, rows=its_rows) for spike, its_rows in zip(spikes, rows_of_spikes, strict=True)),
+        spikes=_with_rows(spikes, kept, sample_losses, geometry, world) if spikes else (),
+    )
+
+
+def _with_rows(
+    spikes: Sequence[Spike],
+    kept: Sequence[StepLosses],
+    sample_losses: Sequence[NDArray[np.float64]],
+    geometry: BatchGeometry,
+    world: World,
+) -> tuple[Spike, ...]:
+    """Return the spikes with their rows: one more all-gather, in the few steps that have a spike."""
+    place_of = {step.step: place for place, step in enumerate(kept)}
+    places = [place_of[spike.step] for spike in spikes]
+    own = [_own_highest_rows(kept[place], sample_losses[place], geometry) for place in places]
+    flat = [value for rows in own for value in rows]
+    ranks = [np.array(rank).reshape(len(spikes), -1).tolist() for rank in _from_all_ranks(flat, world)]
+    return tuple(
+        replace(spike, rows=_highest_of_ranks([rank[i] for rank in ranks], kept[place], geometry, world))
+        for i, (spike, place) in enumerate(zip(spikes, places, strict=True))
     )
 
 
@@ -211,27 +231,29 @@ def _height(spike: Spike) -> float:
     return spike.loss - spike.limit if math.isfinite(spike.loss) else math.inf
 
 
-def _highest_rows(
-    steps: Sequence[tuple[StepLosses, NDArray[np.float64]]], geometry: BatchGeometry, world: World
-) -> list[tuple[Row, ...]]:
-    """Return the rows of all ranks with the highest loss a label, of each step; a loss that is no number is highest."""
+def _own_highest_rows(step: StepLosses, sample_losses: NDArray[np.float64], geometry: BatchGeometry) -> list[float]:
+    """Return this rank's rows with the highest loss a label: MAX_ROWS times a loss and its place among the rows.
+
+    A loss that is no number is highest. −∞ stands for a row without labels, and where there are not so many rows.
+    """
     shape = (geometry.accumulation, geometry.micro_batch, geometry.windows_per_row)
+    labels = step.labels.reshape(shape).sum(2).reshape(-1)
+    sums = sample_losses.reshape(shape).sum(2).reshape(-1)
+    means = np.where(np.isfinite(sums), sums / np.maximum(labels, 1), np.inf)
+    means[labels == 0] = -np.inf
     own: list[float] = []
-    for step, sample_losses in steps:
-        labels = step.labels.reshape(shape).sum(2).reshape(-1)
-        sums = sample_losses.reshape(shape).sum(2).reshape(-1)
-        means = np.where(np.isfinite(sums), sums / np.maximum(labels, 1), np.inf)
-        means[labels == 0] = -np.inf
-        highest = np.argsort(-means, kind="stable")[:MAX_ROWS]
-        for place in highest.tolist():
-            own += [float(means[place]), place]
-        own += [-math.inf, 0] * (MAX_ROWS - len(highest))
-    ranks = np.array(_from_all_ranks(own, world)).reshape(world.size, len(steps), MAX_ROWS, 2)
+    for place in np.argsort(-means, kind="stable")[:MAX_ROWS].tolist():
+        own += [float(means[place]), place]
+    return own + [-math.inf, 0] * (MAX_ROWS - len(own) // 2)
+
+
+def _highest_of_ranks(
+    ranks: Sequence[Sequence[float]], step: StepLosses, geometry: BatchGeometry, world: World
+) -> tuple[Row, ...]:
+    """Return the highest rows of a step, from what each rank's `_own_highest_rows` told."""
+    pairs = [list(zip(own[::2], own[1::2], strict=True)) for own in ranks]
     per_rank = geometry.micro_batch * geometry.windows_per_row
-    return [
-        _highest(ranks[:, i].tolist(), int(step.samples[0]) - world.dp_rank * per_rank, geometry)
-        for i, (step, _) in enumerate(steps)
-    ]
+    return _highest(pairs, int(step.samples[0]) - world.dp_rank * per_rank, geometry)
 
 
 def _highest(candidates: Sequence[Any], first_of_step: int, geometry: BatchGeometry) -> tuple[Row, ...]:
