@@ -42,7 +42,6 @@ from flame.train.checkpoint_files import (
     Choice,
     Complete,
     FileRecord,
-    choose_checkpoint,
     find_damage,
     make_room,
     record_of_file,
@@ -100,16 +99,6 @@ class TrainState:
         value = json.loads(data)
         segments = tuple(DataSegment(**segment) for segment in value.pop("data_segments"))
         return cls(**value, data_segments=segments)
-
-
-def agree_on_checkpoint(folder: Path, world: World, *, load_step: int | None, fast_open: bool) -> Choice | None:
-    """Let rank 0 choose what to load (`choose_checkpoint`) and tell all ranks; all raise where it raises."""
-    choice: Choice | None = None
-    with _together(world, "choosing a checkpoint", folder):
-        if world.is_main:
-            choice = choose_checkpoint(folder, load_step=load_step, fast_open=fast_open)
-    result: Choice | None = broadcast_from_main(choice, world)
-    return result
 
 
 def save_checkpoint(

@@ -24,8 +24,8 @@ from torch.optim import Optimizer
 from flame.train.checkpoint import TrainState, tensors_to_save, write_checkpoint
 from flame.train.checkpoint_files import step_folder
 from flame.train.distributed import World, raise_together
+from flame.train.interval import SaveTimes
 from flame.train.log import log
-from flame.train.metrics import SaveTimes
 
 DISABLED, PINNED = "disabled", "async_with_pinned_mem"
 _PATIENCE_AFTER_FAILURE_SECONDS = 30.0

@@ -43,12 +43,6 @@ class InitialWeights:
         return self.hf_folder == self.path
 
 
-def agree_on_initial(path: Path, world: World, *, weights_only: bool, fast_open: bool) -> InitialWeights:
-    """Let rank 0 look what `checkpoint.initial_load_path` names and tell all ranks; all raise where it raises."""
-    look = partial(find_initial, path, weights_only=weights_only, fast_open=fast_open)
-    return on_main("opening checkpoint.initial_load_path", look, world)
-
-
 def find_initial(path: Path, *, weights_only: bool, fast_open: bool) -> InitialWeights:
     """Tell which of the three kinds of folder `path` is.
 
@@ -90,7 +84,6 @@ def load_initial_weights(initial: InitialWeights, model: PreTrainedModel, world:
         load_checkpoint(initial.choice, model=model, optimizer=None, world=world)
     elif not initial.from_hugging_face:
         load_foreign_weights(initial.path, model=model, world=world)
-    log.info("began from the weights of %s", initial.path)
 
 
 def read_hugging_face(initial: InitialWeights, model: PreTrainedModel, world: World) -> None:

@@ -26,10 +26,10 @@ from flame.train.checkpoint_saver import CheckpointSaver
 from flame.train.config import TrainConfig, flatten, to_toml
 from flame.train.distributed import World, join_world, raise_together, set_collective_timeout, sum_across_ranks
 from flame.train.ending import end_early, failure_told, finish, tell_status
+from flame.train.interval import IntervalClock
 from flame.train.loader import StepBatch, StepLoader
 from flame.train.log import configure_logging, live_line_erased, log
 from flame.train.loggers import LoggedRun, open_loggers
-from flame.train.metrics import IntervalClock
 from flame.train.parallelize import reshard
 from flame.train.profiling import profiling
 from flame.train.setup import Run, prepare
@@ -149,7 +149,7 @@ def run_steps(
                     saver.save(state, wait=step == total_steps, weights_only=due.weights_only)
             saver.poll()
             if step % config.training.gc_freq == 0:
-                gc.collect(1)
+                gc.collect()
 
         watchdog.begin("the end", SHUTDOWN_TIMEOUT)
         if stopped and config.checkpoint.enable_checkpoint and state.step > 0:
@@ -331,10 +331,15 @@ def _watched(config: TrainConfig, world: World) -> Iterator[Watchdog]:
 
 @contextlib.contextmanager
 def _garbage_by_hand() -> Iterator[None]:
-    """Keep Python's collector from pausing some rank in the middle of a step."""
+    """Keep Python's collector from pausing some rank in the middle of a step.
+
+    What is there before the first step is never looked at again, so that a whole collection takes but milliseconds.
+    """
     gc.collect()
+    gc.freeze()
     gc.disable()
     try:
         yield
     finally:
         gc.enable()
+        gc.unfreeze()

@@ -51,27 +51,7 @@ def build_for_run(
 
     `choice` and `initial` are what its weights will come from, if from anything.
     """
-    tokenizer = data.tokenizer
-    hf_folder = choice.path / "hf" if choice is not None else initial.hf_folder if initial is not None else None
-    from_scratch = choice is None and initial is None
-    model_config = load_model_config(
-        config.model_config,
-        vocab_size=tokenizer.vocab_size,
-        eos_id=tokenizer.eos_id,
-        bos_id=tokenizer.bos_id,
-        norm_type=config.model.norm_type,
-        trust_remote_code=config.model.trust_remote_code,
-        custom_model_path=config.experimental.custom_model_path,
-        keep_rows=not from_scratch,
-    )
-    if not from_scratch:
-        _fit_to_weights(model_config, read_config(hf_folder), tokenizer.vocab_size, hf_folder)
-    if initial is not None and (rows := embedding_rows_of(initial, model_config)) is not None:
-        model_config.vocab_size = rows
-    if initial is not None or (choice is not None and choice.complete.identity is None):
-        check_vocabulary(hf_folder, model_config.vocab_size, data)
-    for split in (*data.splits, *(chosen.split for chosen in validation_sets)):
-        check_token_ids(split.max_token_id, model_config.vocab_size, f"{split.corpus.path}, split {split.name}")
+    model_config = configure_model(config, data, validation_sets, choice, initial)
     dtype = param_dtype(config, world.device)
     module = build_model(
         model_config,
@@ -82,8 +62,10 @@ def build_for_run(
         varlen=config.training.varlen,
         attention=config.model.attention,
         deterministic=config.training.deterministic,
+        longest_sequence=config.training.longest_sequence,
     )
-    take_generation_config(module.model, hf_folder)
+    tokenizer = data.tokenizer
+    take_generation_config(module.model, _hf_folder(choice, initial))
     hf_files = build_hf_files(module.model, data.tokenizer_folder, eos_id=tokenizer.eos_id, bos_id=tokenizer.bos_id)
     if "tokenizer.json" not in hf_files:
         raise CorpusError(
@@ -107,6 +89,45 @@ def build_for_run(
         cpu_offload=config.training.enable_cpu_offload,
     )
     return module, hf_files
+
+
+def configure_model(
+    config: TrainConfig,
+    data: TrainingData,
+    validation_sets: Sequence[ValidationSet],
+    choice: Choice | None,
+    initial: InitialWeights | None,
+) -> PretrainedConfig:
+    """Return the model's configuration, fitted to its data and to the weights that it will be filled with.
+
+    Refuses weights of another architecture or tokenizer, and corpora with ids that the model has no embedding for.
+    """
+    tokenizer, hf_folder = data.tokenizer, _hf_folder(choice, initial)
+    from_scratch = choice is None and initial is None
+    model_config = load_model_config(
+        config.model_config,
+        vocab_size=tokenizer.vocab_size,
+        eos_id=tokenizer.eos_id,
+        bos_id=tokenizer.bos_id,
+        norm_type=config.model.norm_type,
+        trust_remote_code=config.model.trust_remote_code,
+        custom_model_path=config.experimental.custom_model_path,
+        keep_rows=not from_scratch,
+    )
+    if not from_scratch:
+        _fit_to_weights(model_config, read_config(hf_folder), tokenizer.vocab_size, hf_folder)
+    if initial is not None and (rows := embedding_rows_of(initial, model_config)) is not None:
+        model_config.vocab_size = rows
+    if initial is not None or (choice is not None and choice.complete.identity is None):
+        check_vocabulary(hf_folder, model_config.vocab_size, data)
+    for split in (*data.splits, *(chosen.split for chosen in validation_sets)):
+        check_token_ids(split.max_token_id, model_config.vocab_size, f"{split.corpus.path}, split {split.name}")
+    return model_config
+
+
+def _hf_folder(choice: Choice | None, initial: InitialWeights | None) -> Path | None:
+    """Return where the weights' config.json and tokenizer lie, if they come from anywhere."""
+    return choice.path / "hf" if choice is not None else None if initial is None else initial.hf_folder
 
 
 def _fit_to_weights(

@@ -8,22 +8,19 @@ import torch
 
 from flame.errors import UsageError
 from flame.files import free_bytes
-from flame.sampling.position import DataPosition, check_windows_drawn, data_position
-from flame.sampling.sampler import BatchGeometry, Sampler
-from flame.train.checkpoint_files import choose_checkpoint
+from flame.sampling.position import DataPosition
+from flame.sampling.sampler import BatchGeometry
+from flame.train.beginning import Beginning, find_beginning
+from flame.train.checkpoint import TrainState
 from flame.train.config import TrainConfig, flatten
-from flame.train.data import check_tokenizer, open_training_data, open_validation_splits
 from flame.train.distributed import mesh_shape
 from flame.train.families import check_family, family_of
-from flame.train.initial import find_initial
 from flame.train.memory import RankMemory, StepShape, estimate_memory, parameters_by_kind
 from flame.train.model import CausalLMLoss
-from flame.train.model_config import check_token_ids, load_model_config
-from flame.train.model_setup import param_dtype
+from flame.train.model_setup import configure_model, param_dtype
 from flame.train.optimizer import parameter_groups
 from flame.train.run import check_start
-from flame.train.setup import batch_geometry
-from flame.train.validation import validation_sets
+from flame.train.run_data import RunData, open_run_data
 
 _FP32_BYTES = 4
 _GIB = 1 << 30
@@ -31,85 +28,79 @@ _GIB = 1 << 30
 
 def dry_run(config: TrainConfig, ranks: int) -> int:
     """Print the plan of a run of so many ranks, and return 0; raises what a start would find in its data and model."""
-    _, dp_shard = mesh_shape(
-        ranks, config.training.data_parallel_replicate_degree, config.training.data_parallel_shard_degree
-    )
+    beginning = find_beginning(config, fast_open=True)
+    check_start(config.job.dump_folder, flatten(config), resuming=beginning.choice is not None)
+    drawn = open_run_data(config, beginning, ranks)
+    state = _state_at(beginning, drawn)
+    drawn.check_caps(state)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    data = open_training_data(
-        config.dataset,
-        config.training.data_probs,
-        config.training.seed,
-        moved=config.training.source,
-        packed_len=config.training.packed_len,
-    )
-    check_tokenizer(config.model.tokenizer_path, data)
-    options = config.checkpoint
-    choice = None
-    if options.enable_checkpoint:
-        choice = choose_checkpoint(config.checkpoint_folder, load_step=options.load_step, fast_open=True)
-    initial = None
-    if choice is None and options.initial_load_path is not None:
-        weights_only = options.initial_load_model_weights_only
-        initial = find_initial(options.initial_load_path, weights_only=weights_only, fast_open=True)
-    check_start(config.job.dump_folder, flatten(config), resuming=choice is not None)
-    geometry = batch_geometry(config, ranks, choice, data.mixture)
-    sampler = Sampler(data.mixture, data.splits, geometry.window_len)
-    total_steps = config.total_steps(geometry.tokens_per_step)
-    last_sample = total_steps * geometry.samples_per_step
-    check_windows_drawn(sampler, last_sample)
-    held_out = validation_sets(
-        open_validation_splits(config.validation.dataset, data),
-        window_len=geometry.window_len,
-        num_tokens=config.validation.tokens,
-    )
-    tokenizer = data.tokenizer
-    model_config = load_model_config(
-        config.model_config,
-        vocab_size=tokenizer.vocab_size,
-        eos_id=tokenizer.eos_id,
-        bos_id=tokenizer.bos_id,
-        norm_type=config.model.norm_type,
-        trust_remote_code=config.model.trust_remote_code,
-        custom_model_path=config.experimental.custom_model_path,
-        keep_rows=choice is not None or initial is not None,
-    )
-    for split in (*data.splits, *(chosen.split for chosen in held_out)):
-        check_token_ids(split.max_token_id, model_config.vocab_size, f"{split.corpus.path}, split {split.name}")
-    family = family_of(model_config)
-    check_family(model_config, varlen=config.training.varlen, device=device)
-    with torch.device("meta"):
-        module = CausalLMLoss(family.construct(model_config, "sdpa"), family)
-    module.train()
+    module = _build_without_weights(config, beginning, drawn, device)
     kinds = parameters_by_kind(module.model)
     groups = parameter_groups(module.model, config.optimizer)
     decayed = sum(p.numel() for group in groups if group["name"] == "decayed" for p in group["params"])
     matrices = sum(p.numel() for group in groups if group["hidden_matrices"] for p in group["params"])
     total = sum(kinds.values())
     moments = _moments_per_weight(config, matrices / total)
-    memory = estimate_memory(
-        module,
-        StepShape(
-            micro_batch=config.training.batch_size,
-            seq_len=config.training.seq_len,
-            param_dtype=param_dtype(config, device),
-            checkpoint_mode=config.activation_checkpoint.mode,
-            checkpoint_option=config.activation_checkpoint.selective_ac_option,
-        ),
-        dp_shard=dp_shard,
-        moments_per_weight=moments,
-        reshard_after_forward=config.training.fsdp_reshard_after_forward,
-    )
-    position = data_position(sampler, consumed_samples=0, last_sample=last_sample, data_segment=0)
-    begins = f"step {choice.step}, {choice.path}" if choice else str(initial.path) if initial else "fresh weights"
+    memory = _rank_memory(config, module, ranks, moments, device)  # changes the module
+    begins = "fresh weights" if beginning.path is None else f"step {state.step}, {beginning.path}"
     lines = [f"dry run: {config.job.dump_folder} is not written; {ranks} ranks, from {begins}"]
     if not config.memory_estimation.enabled:
-        lines += _data_lines(config, geometry, position, total_steps)
+        lines += _data_lines(config, drawn.geometry, drawn.position_at(state), drawn.total_steps)
         lines += _model_lines(kinds, decayed)
     lines += _memory_lines(memory)
     if not config.memory_estimation.enabled:
-        lines += _disk_lines(config, round(total * _FP32_BYTES * (1 + moments)), total, total_steps)
+        lines += _disk_lines(config, round(total * _FP32_BYTES * (1 + moments)), total, drawn.total_steps)
     print("\n".join(lines))
     return 0
+
+
+def _state_at(beginning: Beginning, drawn: RunData) -> TrainState:
+    """Return where the run would stand after loading, as far as complete.json tells."""
+    choice = beginning.in_data
+    if choice is None:
+        return TrainState()
+    saved = choice.complete.identity
+    stays = saved is None or saved.data_segment == drawn.identity.data_segment
+    return TrainState(step=choice.step, consumed_samples=choice.complete.consumed_samples if stays else 0)
+
+
+def _build_without_weights(
+    config: TrainConfig, beginning: Beginning, drawn: RunData, device: torch.device
+) -> CausalLMLoss:
+    """Return the run's model on the meta device."""
+    model_config = configure_model(config, drawn.data, drawn.validation_sets, beginning.choice, beginning.initial)
+    check_family(
+        model_config,
+        varlen=config.training.varlen,
+        device=device,
+        longest_sequence=config.training.longest_sequence,
+    )
+    family = family_of(model_config)
+    with torch.device("meta"):
+        module = CausalLMLoss(family.construct(model_config, "sdpa"), family)
+    return module.train()
+
+
+def _rank_memory(
+    config: TrainConfig, module: CausalLMLoss, ranks: int, moments_per_weight: float, device: torch.device
+) -> RankMemory:
+    training = config.training
+    _, dp_shard = mesh_shape(ranks, training.data_parallel_replicate_degree, training.data_parallel_shard_degree)
+    shape = StepShape(
+        micro_batch=training.batch_size,
+        seq_len=training.seq_len,
+        param_dtype=param_dtype(config, device),
+        checkpoint_mode=config.activation_checkpoint.mode,
+        checkpoint_option=config.activation_checkpoint.selective_ac_option,
+        real_tensors_on=device if config.memory_estimation.disable_fake_mode else None,
+    )
+    return estimate_memory(
+        module,
+        shape,
+        dp_shard=dp_shard,
+        moments_per_weight=moments_per_weight,
+        reshard_after_forward=training.fsdp_reshard_after_forward,
+    )
 
 
 def planned_ranks(config: TrainConfig, launched: int) -> int:

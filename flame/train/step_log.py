@@ -8,10 +8,12 @@ from typing import Any
 
 from flame.sampling.history import METRICS
 from flame.train.checkpoint import TrainState
+from flame.train.console import tell_step, use_color
 from flame.train.devices import peak_flops
+from flame.train.interval import IntervalClock, SaveTimes
 from flame.train.log import log
 from flame.train.losses import MAX_STEPS_KEPT, StepLosses, gather_losses, spike_rule_of, spike_told
-from flame.train.metrics import IntervalClock, MetricsFile, SaveTimes, StepMetrics, memory_use, tell_step, use_color
+from flame.train.metrics import MetricsFile, StepMetrics, memory_use
 from flame.train.setup import Run
 from flame.train.step import StepDone
 
@@ -28,6 +30,7 @@ class StepLog:
         self._peak_flops = None if run.flops is None else peak_flops(world.device, options.peak_tflops)
         self._spike_rule = spike_rule_of(folder, world)
         self._kept = deque[StepLosses](maxlen=MAX_STEPS_KEPT)
+        self._load_seconds = run.load_seconds
         self.clock = IntervalClock()
 
     def count(self, done: StepDone, *, wait_seconds: float, flops: int) -> None:
@@ -69,8 +72,10 @@ class StepLog:
             peak_flops=self._peak_flops,
             memory=memory_use(run.world.device),
             saves=saves,
+            load_seconds=self._load_seconds,
             validation=validation,
         ).to_json()
+        self._load_seconds = None  # told once
         self._file.write(line)
         self._log_elsewhere(line)
         elapsed = state.elapsed_seconds

@@ -56,7 +56,9 @@ def test_what_is_left_out_begins_anew(
     assert main(branch(folder, straight, run, parts)) == 0
     log = capsys.readouterr().err
     for part in parts.split(","):
-        assert f"not loaded from {straight / 'checkpoint' / 'step-3'}: {part};" in log
+        row = next(line for line in log.splitlines() if line.startswith(f"  {part} "))
+        assert ("never kept" if part == "lr_scheduler" else "left out") in row
+    assert f"branching off from {straight / 'checkpoint' / 'step-3'}: step " in log
     lines = losses_and_norms(run)
     assert [step for step, _, _ in lines] == list(range(first_step, 6))
     expected = losses_and_norms(straight)[3:]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from flame.errors import CheckpointError, FlameError
-from flame.train.checkpoint import DataSegment, TrainState, agree_on_checkpoint, load_checkpoint
+from flame.train.checkpoint import DataSegment, TrainState, load_checkpoint
 from flame.train.checkpoint_files import checkpoint_steps, choose_checkpoint, find_damage, open_checkpoint
 from flame.train.checkpoint_tensors import StoredModel
 from flame.train.distributed import World
@@ -258,12 +258,3 @@ def test_damage_that_sizes_hide_is_an_error_and_not_weights(tmp_path: Path, worl
         with pytest.raises(CheckpointError, match=r"cannot be read|Error"):
             load_checkpoint(open_checkpoint(path, fast_open=True), model=OddShapes(), optimizer=None, world=world)
         (path / name).write_bytes(data)
-
-
-def test_agreeing_is_choosing(tmp_path: Path, world: World) -> None:
-    assert agree_on_checkpoint(tmp_path, world, load_step=None, fast_open=False) is None
-    save(tmp_path, OddShapes(), None, 1, world)
-    choice = agree_on_checkpoint(tmp_path, world, load_step=1, fast_open=False)
-    assert choice is not None and choice.step == 1
-    with pytest.raises(CheckpointError, match="no checkpoint of step 2"):
-        agree_on_checkpoint(tmp_path, world, load_step=2, fast_open=False)

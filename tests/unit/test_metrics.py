@@ -11,20 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from flame.train.console import clock, console_line, live_line
+from flame.train.interval import Interval, IntervalClock, SaveTimes
 from flame.train.log import log
 from flame.train.losses import LossReport, Row, Spike
-from flame.train.metrics import (
-    Interval,
-    IntervalClock,
-    MemoryUse,
-    MetricsFile,
-    SaveTimes,
-    StepMetrics,
-    clock,
-    console_line,
-    live_line,
-    memory_use,
-)
+from flame.train.metrics import MemoryUse, MetricsFile, StepMetrics, memory_use
 from tests.tiny_states import file_size_limit
 
 NAMES_THAT_PEOPLE_PLOT = {
@@ -36,6 +27,7 @@ NAMES_THAT_PEOPLE_PLOT = {
     "time_metrics/end_to_end(s)",
     "time_metrics/data_loading(s)",
     "time_metrics/data_loading(%)",
+    "time_metrics/load(s)",
     "time_metrics/save(s)",
     "time_metrics/save_stall(s)",
     "memory/max_active(GiB)",
@@ -95,6 +87,7 @@ def test_every_name_is_there_and_the_arithmetic_is_right() -> None:
     assert line["tflops"] == pytest.approx(0.05) and line["mfu(%)"] == pytest.approx(5.0)
     assert line["time_metrics/end_to_end(s)"] == 2.0
     assert line["time_metrics/data_loading(s)"] == 0.05 and line["time_metrics/data_loading(%)"] == 2.5
+    assert line["time_metrics/load(s)"] is None and metrics(load_seconds=1.5).to_json()["time_metrics/load(s)"] == 1.5
     assert line["time_metrics/save(s)"] == 12.0 and line["time_metrics/save_stall(s)"] == 0.3
     assert line["loss/web"] == 3.0 and line["loss/code"] is None and line["tokens/code"] == 2_000
     assert line["validation/web/loss"] == 3.5 and line["validation/web/bpb"] is None
@@ -159,7 +152,7 @@ def test_clock() -> None:
 
 def test_the_interval_counts_and_leaves_pauses_out(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter([100.0, 105.0, 135.0, 140.0, 140.0, 141.0, 141.0])
-    monkeypatch.setattr("flame.train.metrics.time.perf_counter", lambda: next(now))
+    monkeypatch.setattr("flame.train.interval.time.perf_counter", lambda: next(now))
     interval_clock = IntervalClock()  # at 100
     interval_clock.count_step(num_tokens=10, wait_seconds=0.25, flops=7)
     with interval_clock.paused():  # 105 to 135
