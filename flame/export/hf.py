@@ -6,6 +6,7 @@ Tensors are read one at a time; no more than one output file's worth is in memor
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Mapping
@@ -15,14 +16,16 @@ import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import SafetensorError
 from safetensors.torch import save_file
+from torch import Tensor
 
-from flame.errors import CheckpointError, UsageError
+from flame.errors import CheckpointError, DiskFullError, UsageError
 from flame.export.check import check_export
 from flame.export.dtypes import exported, exported_dtype, main_dtype
 from flame.files import (
     free_bytes,
     fsync_file,
     fsync_folder,
+    named_disk_errors,
     publish,
     remove_tree,
     temporary_path,
@@ -125,8 +128,11 @@ def _kept_files(checkpoint: Path) -> dict[str, bytes]:
 
 
 def _write_weights(stored: StoredModel, target: Path, dtype: torch.dtype | None, shard_bytes: int) -> None:
+    written = {name: (size, exported_dtype(kind, dtype)) for name, (size, kind) in stored.tensors.items()}
+    sizes = {name: size.numel() * kind.itemsize for name, (size, kind) in written.items()}
+    _check_room(target, sum(sizes.values()))
     split = split_state_dict_into_shards_factory(
-        {name: (size, exported_dtype(kind, dtype)) for name, (size, kind) in stored.tensors.items()},
+        written,
         get_storage_size=lambda tensor: tensor[0].numel() * tensor[1].itemsize,
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=shard_bytes,
@@ -135,17 +141,40 @@ def _write_weights(stored: StoredModel, target: Path, dtype: torch.dtype | None,
         path = target / file
         tensors = {name: exported(name, stored.read(name), dtype) for name in names}
         try:
-            save_file(tensors, path, metadata={"format": "pt"})
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(
-                f"the export cannot be written: {error}", where=path, got=f"{free_bytes(path)} bytes free"
-            ) from error
+            with named_disk_errors(path, sum(sizes[name] for name in names)):
+                _save(tensors, path)
+        except OSError as error:
+            raise CheckpointError(f"the export cannot be written: {error}", where=path) from error
         del tensors  # before the next file's are read: one file's weights are held, never two
         shutil.copymode(target / "config.json", path)  # safetensors lets only the owner read
         fsync_file(path)
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": dict(sorted(split.tensor_to_filename.items()))}
         write_json(target / "model.safetensors.index.json", index)
+
+
+def _check_room(target: Path, needed_bytes: int) -> None:
+    """Raise `DiskFullError` before anything is written, where the weights have no room."""
+    free = free_bytes(target)
+    if free < needed_bytes:
+        raise DiskFullError(
+            "there is no room for the export",
+            where=target.parent,
+            got=f"{free:,} bytes free",
+            expected=f"at least {needed_bytes:,} bytes",
+            fix="Free space, choose another disk, or export in --dtype bfloat16",
+        )
+
+
+def _save(tensors: dict[str, Tensor], path: Path) -> None:
+    """Write one file of weights; `OSError` where the disk refuses it, of which safetensors keeps the number as text."""
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        number = re.search(r"os error ([0-9]+)", str(error))
+        if number is None:
+            raise CheckpointError(f"the export cannot be written: {error}", where=path) from error
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
 
 
 def _publish(temporary: Path, output: Path) -> None:

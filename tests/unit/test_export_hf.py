@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +18,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from flame.cli.export import main
-from flame.errors import CheckpointError, FlameError, UsageError
+from flame.errors import CheckpointError, DiskFullError, UsageError
 from flame.export.check import check_export
 from flame.export.hf import export_checkpoint, parse_shard_size
 from flame.train.checkpoint_tensors import StoredModel, named_tensors
@@ -256,10 +258,47 @@ def test_an_output_that_is_there_is_refused(tmp_path: Path, world: World) -> Non
     assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "hf", "step-5"]
 
 
+PEAK_OF_AN_EXPORT = """
+import re, sys
+from pathlib import Path
+from flame.export.hf import export_checkpoint
+
+def peak():  # of this program: getrusage begins with its parent's
+    return 1024 * int(re.search(r"VmHWM:\\s+([0-9]+)", Path("/proc/self/status").read_text())[1])
+
+before = peak()
+export_checkpoint(Path(sys.argv[1]), Path(sys.argv[2]), max_shard_size="68MB", fast_open=True)
+print(peak() - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="the system does not tell")
+def test_a_process_grows_by_a_file_and_not_by_the_model(tmp_path: Path, world: World) -> None:
+    layers = nn.ModuleDict({f"layer{i}": nn.Linear(2048, 2048, bias=False) for i in range(16)})
+    path = save(tmp_path, layers, None, 5, world)
+    words = [sys.executable, "-c", PEAK_OF_AN_EXPORT, str(path), str(tmp_path / "hf")]
+    grown = int(subprocess.run(words, check=True, capture_output=True, text=True).stdout)
+    files = [file.stat().st_size for file in (tmp_path / "hf").glob("*.safetensors")]
+    assert len(files) == 4 and grown < max(files) + 100_000_000 < sum(files)
+
+
+def test_a_disk_without_room_is_told_with_the_bytes_needed(
+    tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_llama()
+    path = checkpoint_of(tmp_path, model, world)
+    needed = sum(tensor.nbytes for tensor in named_tensors(model).values())
+    monkeypatch.setattr("flame.export.hf.free_bytes", lambda _: needed // 2)
+    with pytest.raises(DiskFullError, match=rf"{needed // 2:,} bytes free; expected at least {needed:,} bytes"):
+        export_checkpoint(path, tmp_path / "hf")
+    assert export_checkpoint(path, tmp_path / "half", dtype="bfloat16").is_dir(), "it has room for that"
+    assert not list(tmp_path.glob("hf*"))
+
+
 def test_a_damaged_checkpoint_or_a_full_disk_leaves_nothing(tmp_path: Path, world: World) -> None:
     path = checkpoint_of(tmp_path, tiny_llama(), world)
     output = tmp_path / "hf"
-    with file_size_limit(4_000), pytest.raises(FlameError, match=r"cannot be written|no space"):
+    with file_size_limit(4_000), pytest.raises(DiskFullError, match=r"model.safetensors; .* at least [0-9,]+ bytes"):
         export_checkpoint(path, output, fast_open=True)
     shard_file = path / "__0_0.distcp"
     data = bytearray(shard_file.read_bytes())
