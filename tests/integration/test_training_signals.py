@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
+from torch._dynamo.callback import callback_handler, on_compile_start
 
 from flame.train import checkpoint, loop
 from flame.train.__main__ import main
@@ -88,6 +90,30 @@ def test_signals_in_the_middle_of_other_work_wait_for_its_end(
     assert main(argv) == 0
     assert losses_and_norms(run) == losses_and_norms(straight)
     assert sorted(path.name for path in (run / "checkpoint").iterdir()) == sorted([saved.name, "step-60", "step-7"])
+
+
+@pytest.mark.usefixtures("handlers_kept")
+def test_a_signal_while_torch_compiles_is_answered_after_the_step(folder: Path, tmp_path: Path) -> None:
+    run, compiled = tmp_path / "run", 0
+
+    def signal_once(*_: object) -> None:
+        nonlocal compiled
+        compiled += 1
+        if compiled == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    argv = arguments(folder, run, training__steps=3, training__compile="true")
+    on_compile_start(signal_once)
+    try:
+        assert main(argv) == 75
+    finally:
+        callback_handler.remove_start_callback(signal_once)
+        torch.compiler.reset()
+    assert compiled >= 1
+    told = read_status(run)
+    assert (told["state"], told["step"], told["reason"]) == ("preempted", 1, "SIGTERM")
+    (saved,) = (run / "checkpoint").iterdir()
+    assert saved.name == "step-1" and find_damage(saved, check_bytes=True) is None
 
 
 @pytest.mark.parametrize(
