@@ -59,7 +59,7 @@ def train_step(
     """Train this rank's part of a global batch of `num_labels` labels; every rank calls it."""
     lr = learning_rate(run, step)
     apply_hyperparameters(run.optimizer, run.config.optimizer, lr)
-    torch.manual_seed(step_seed(run.config.training.seed, step, run.world.dp_rank))
+    seed_random(step_seed(run.config.training.seed, step, run.world.dp_rank), run.world.device)
     update.begin(num_labels)
     own_loss, sample_losses = backward(run.module, batch, offload, run.geometry.window_len)
     losses = keep_losses(step, batch, num_labels, own_loss, sample_losses)
@@ -84,6 +84,17 @@ def step_seed(seed: int, step: int, dp_rank: int) -> int:
     """Return the seed of all random numbers that one rank draws in one step: no RNG state is ever saved."""
     digest = hashlib.blake2b(f"{seed}|{step}|{dp_rank}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
+
+
+def seed_random(seed: int, device: torch.device) -> None:
+    """Seed all that this rank draws from.
+
+    `torch.manual_seed` would do it for every kind of device, and those that a process has not begun to use keep each
+    call, with its stack, for when it does: memory that grows with the steps.
+    """
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(seed)
 
 
 def backward(
