@@ -89,8 +89,8 @@ def step_seed(seed: int, step: int, dp_rank: int) -> int:
 def seed_random(seed: int, device: torch.device) -> None:
     """Seed all that this rank draws from.
 
-    `torch.manual_seed` would do it for every kind of device, and those that a process has not begun to use keep each
-    call, with its stack, for when it does: memory that grows with the steps.
+    `torch.manual_seed` seeds every kind of device; for each that is not in use it formats the Python stack, 0.4 ms
+    in all.
     """
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
