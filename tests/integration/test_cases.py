@@ -36,6 +36,8 @@ from flame.train import loop
 from flame.train import step as training_step
 from flame.train.__main__ import main as flame_train
 from flame.train.loader import to_device
+from flame.train.model import build_model
+from flame.train.model_config import load_model_config
 from flame.train.parallelize import reshard
 from tests.builds import (
     InlineExecutor,
@@ -53,7 +55,7 @@ from tests.builds import (
 )
 from tests.corpora import link_shards, make_corpus
 from tests.processes import read_only
-from tests.runs import FLAME_TRAIN, VOCABULARY, arguments, random_documents, rank_environment, read_metrics
+from tests.runs import FLAME_TRAIN, LLAMA, VOCABULARY, arguments, random_documents, rank_environment, read_metrics
 from tests.tokenizers import write_tiny_tokenizer
 
 # ---- text and tokenizers
@@ -464,3 +466,19 @@ def test_the_learning_rate_is_the_closed_form_at_every_step_whatever_was_changed
     assert [line["optimizer/lr"] for line in read_metrics(run)] == pytest.approx(expected)
     assert [lr for lr, _ in used] == pytest.approx([lr for lr, _ in steps_used])
     assert [decays for _, decays in used] == [decays for _, decays in steps_used]
+
+
+def test_where_padding_is_eos_a_real_eos_is_learned_as_any_token(tmp_path: Path) -> None:
+    source = tmp_path / "llama.json"
+    source.write_text(json.dumps({**LLAMA, "pad_token_id": 0, "eos_token_id": 0}))
+    config = load_model_config(str(source), vocab_size=VOCABULARY, eos_id=0)
+    module = build_model(config, seed=1, rank=0, device=torch.device("cpu"), dtype=torch.float32, varlen=True)
+    ids, labels = [5, 6, 0, 7, 0, 8], [6, 0, -100, 0, -100, -100]  # two documents, and the start of a third
+    batch = [torch.tensor(part, dtype=torch.int32) for part in ([ids], [labels], [[0, 1, 2, 0, 1, 0]], [0, 3, 5, 6])]
+    loss, num_labels, _ = module(*batch, 3)
+    alone = [module.model(input_ids=torch.tensor([part])).logits[0] for part in ([5, 6], [7])]
+    told = torch.nn.functional.cross_entropy(torch.cat(alone), torch.tensor([6, 0, 0]), reduction="sum")
+    assert int(num_labels) == 3
+    torch.testing.assert_close(loss, told)
+    loss.backward()
+    assert module.model.lm_head.weight.grad[0].norm() > 0 and module.model.config.pad_token_id is None
