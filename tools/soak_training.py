@@ -20,7 +20,7 @@ from soak_report import SoakError, Stop, say
 
 POLL_SECONDS = 0.005
 WATCH_SECONDS = 0.1
-MOST_GROWTH_MIB = 8.0
+MOST_GROWTH_MIB = 2.0
 MODEL = {
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],
@@ -76,6 +76,7 @@ class TrainingSoak:
             "metrics.log_freq": 1,
             "checkpoint.interval": 10,
             "checkpoint.keep_latest_k": 2,
+            "comm.trace_buf_size": 500,  # a ring of collectives that is full early: until then it grows
         }
         return [str(script("flame-train")), *(f"--{name}={value}" for name, value in options.items())]
 
