@@ -54,7 +54,7 @@ def check_family(
     `longest_sequence` is the most tokens that a document, or a row without document masks, will have; None is unknown.
     """
     family = family_of(config)
-    refusal = _kind_refusal(config) or _expert_refusal(config) or family.config_refusal(config)
+    refusal = _kind_refusal(config) or _expert_refusal(config, family) or family.config_refusal(config)
     if refusal is not None:
         raise TrainingError(f"a model of the type {config.model_type} cannot be trained as configured: {refusal}")
     if longest_sequence is not None and family.learned_positions is not None:
@@ -98,8 +98,10 @@ def _kind_refusal(config: PretrainedConfig) -> str | None:
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_memories")
 
 
-def _expert_refusal(config: PretrainedConfig) -> str | None:
+def _expert_refusal(config: PretrainedConfig, family: Family) -> str | None:
+    if family.balances_experts:
+        return None
     for name in _EXPERT_COUNTS:
         if (getattr(config, name, None) or 0) > 1:
-            return f"it is a mixture of experts ({name} is {getattr(config, name)}), whose auxiliary loss is not in yet"
+            return f"it is a mixture of experts ({name} is {getattr(config, name)}), and what balances them is unknown"
     return None

@@ -77,6 +77,8 @@ def _decoder(*limits: str, never: Sequence[str] = (), **options: Any) -> Family:
         for name in ("use_bidirectional_attention", *never):
             if getattr(config, name, False):
                 return f"{name} is set, and attention here has only the causal form; set it to false"
+        if getattr(config, "router_jitter_noise", 0.0):
+            return f"router_jitter_noise is {config.router_jitter_noise}, and routers here have no noise; set it to 0"
         for name in _LIMITS:
             if name not in limits and getattr(config, name, None) is not None:
                 return f"{name} is {getattr(config, name)}, which its model in transformers does not apply; remove it"
@@ -89,13 +91,19 @@ def _decoder(*limits: str, never: Sequence[str] = (), **options: Any) -> Family:
 
 _WINDOW, _SCORE_CAP, _LOGIT_CAP = _LIMITS[:3]
 
+# Which experts a token goes to is data, around which torch.compile would cut its graphs.
+_EXPERTS: dict[str, Any] = {"balances_experts": True, "compiles": False}
+
 HF_FAMILIES: dict[str, Family] = {
     "gemma2": _decoder(_WINDOW, _SCORE_CAP, _LOGIT_CAP),
     "gemma3_text": _decoder(_WINDOW, _LOGIT_CAP),
     "gpt2": _decoder(never=("add_cross_attention", "reorder_and_upcast_attn"), learned_positions="n_positions"),
     "llama": _decoder(),
     "mistral": _decoder(_WINDOW),
+    "mixtral": _decoder(_WINDOW, **_EXPERTS),
     "olmo2": _decoder(),
+    "olmoe": _decoder(_WINDOW, **_EXPERTS),
     "qwen2": _decoder(_WINDOW),
     "qwen3": _decoder(_WINDOW),
+    "qwen3_moe": _decoder(_WINDOW, **_EXPERTS),
 }

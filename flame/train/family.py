@@ -33,6 +33,8 @@ class Family:
     compiles: bool = True
     needs_cuda: bool = False
     from_fla: bool = False
+    balances_experts: bool = False
+    """Whether it is a mixture of experts, whose routers are asked to be even by `router_aux_loss_coef`."""
     learned_positions: str | None = None
     """The name in the configuration of how many positions have an embedding; None where any length can be seen."""
     norm_types: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)

@@ -12,6 +12,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from flame.errors import TrainingError
 from flame.kernels.dispatch import choose_attention, choose_loss
 from flame.kernels.linear_cross_entropy import LossParts, linear_cross_entropy
+from flame.train.experts import balance_loss
 from flame.train.families import GENERIC, check_family, family_of
 from flame.train.family import Family
 from flame.train.log import log
@@ -41,23 +42,51 @@ class CausalLMLoss(nn.Module):
         positions: Tensor,
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
+        window_len: int | None = None,
     ) -> LossParts:
         """Return the sum of the losses in nats, the number of labels that are not −100, and each token's loss `[B·T]`.
 
         `input_ids`, `labels` and `positions` are integers `[B, T]`. With `cu_seqlens` B is 1, and the T tokens are
         sequences that do not see each other; `max_seqlen` is the longest. Nothing waits for the device.
+
+        Of a mixture of experts in training the sum has the gradient of `balance_loss` too, in windows of `window_len`
+        (a row, if None), times `router_aux_loss_coef`; its value is that of the cross entropy alone.
         """
         arguments = self.family.sequence_arguments(self.model, positions, cu_seqlens, max_seqlen)
         if self.family.fused_loss:
-            hidden_TD = self.model.base_model(input_ids=input_ids, **arguments)[0].flatten(0, 1)
+            balances = self.family.balances_experts and torch.is_grad_enabled()
+            if balances:
+                arguments["output_router_logits"] = True
+            out = self.model.base_model(input_ids=input_ids, **arguments)
             head = self.model.get_output_embeddings()
-            return linear_cross_entropy(
-                hidden_TD, head.weight, labels.flatten(), head.bias, softcap=self.softcap, implementation=self.loss
+            parts = linear_cross_entropy(
+                out[0].flatten(0, 1),
+                head.weight,
+                labels.flatten(),
+                head.bias,
+                softcap=self.softcap,
+                implementation=self.loss,
             )
+            return self._balanced(parts, out.router_logits, labels, window_len) if balances else parts
         logits_TV = self.model(input_ids=input_ids, **arguments).logits.flatten(0, 1)
         labels_T = labels.flatten().long()
         losses_T = F.cross_entropy(logits_TV.float(), labels_T, ignore_index=IGNORE_INDEX, reduction="none")
         return LossParts(losses_T.sum(), (labels_T != IGNORE_INDEX).sum(), losses_T.detach())
+
+    def _balanced(
+        self, parts: LossParts, router_logits: tuple[Tensor, ...], labels: Tensor, window_len: int | None
+    ) -> LossParts:
+        config: Any = self.model.config
+        if not config.router_aux_loss_coef or not router_logits:  # layers may all be dense
+            return parts
+        extra = config.router_aux_loss_coef * balance_loss(
+            router_logits,
+            labels.flatten() != IGNORE_INDEX,
+            top_k=config.num_experts_per_tok,
+            window_len=window_len or labels.shape[-1],
+        )
+        # adds 0 to the value, so that losses can be compared with those of other models and of validation
+        return parts._replace(loss_sum=parts.loss_sum + (extra - extra.detach()))
 
     def blocks(self) -> list[nn.Module]:
         """Return the model's layers in order: the longest list of modules in it."""
@@ -144,4 +173,8 @@ def _described(config: PretrainedConfig, family: Family, attention: str, loss: s
             f"model: {config.model_type}, by the generic path: its own logits and attention, plain cross entropy "
             "(all logits in memory)"
         )
-    return f"model: {config.model_type}; attention: {attention}; loss: linear cross entropy, chunked, {loss}"
+    experts = ""
+    if family.balances_experts:
+        coefficient = getattr(config, "router_aux_loss_coef", 0.0)
+        experts = f"; experts are balanced by {coefficient} of their loss, which the logged one leaves out"
+    return f"model: {config.model_type}; attention: {attention}; loss: linear cross entropy, chunked, {loss}{experts}"

@@ -113,7 +113,7 @@ def backward(
         reduce_gradients(module, index == len(batch.micro_batches) - 1)
         with offload():
             loss_sum, _, token_losses = module(
-                micro.input_ids, micro.labels, micro.positions, micro.cu_seqlens, micro.max_seqlen
+                micro.input_ids, micro.labels, micro.positions, micro.cu_seqlens, micro.max_seqlen, window_len
             )
         loss_sum.backward()
         sample_losses.append(sum_by_sample(token_losses, window_len))

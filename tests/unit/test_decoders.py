@@ -29,6 +29,8 @@ from tests.unit.test_model import CPU, last_hidden, packed_batch
 GROUPED = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 64, "num_attention_heads": 4}
 GROUPED |= {"num_key_value_heads": 2, "intermediate_size": 48, "pad_token_id": None}
 HEADS = {**GROUPED, "head_dim": 8}
+# Their auxiliary loss is test_experts.py's.
+EXPERTS = {**HEADS, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.0}
 # Windows are shorter than the longest document (20), and soft caps low enough to bend.
 DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("gemma2", {**HEADS, "sliding_window": 6, "attn_logit_softcapping": 0.5, "final_logit_softcapping": 0.5}),
@@ -49,7 +51,9 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4}},
     ),
     "mistral": ("mistral", {**HEADS, "sliding_window": 6}),
+    "mixtral": ("mixtral", {**EXPERTS, "num_local_experts": 4, "sliding_window": 6}),
     "olmo2": ("olmo2", GROUPED),
+    "olmoe": ("olmoe", {**GROUPED, "num_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.0}),
     "qwen2": ("qwen2", GROUPED),
     "qwen2-windows": (
         "qwen2",
@@ -62,6 +66,7 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "qwen3": ("qwen3", {**HEADS, "tie_word_embeddings": True}),
+    "qwen3_moe": ("qwen3_moe", {**EXPERTS, "num_experts": 4, "moe_intermediate_size": 24, "mlp_only_layers": [0]}),
 }
 
 
@@ -159,6 +164,9 @@ def one_step_of_two(world: World) -> None:
             assert isinstance(parameter, DTensor)
             assert torch.equal(parameter.detach().full_tensor(), weights[key]), (name, key)
         alone = built(name)
+        for model in (alone.model, module.model):
+            if hasattr(model.config, "router_aux_loss_coef"):
+                model.config.router_aux_loss_coef = 0.5  # of a window a rank
         for lengths in ([7, 1, 20, 12], [3, 11, 1]):
             alone(**packed_batch(lengths))[0].backward()
         module(**packed_batch(([7, 1, 20, 12], [3, 11, 1])[world.rank]))[0].backward()
