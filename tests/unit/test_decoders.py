@@ -142,7 +142,10 @@ def test_a_packed_document_is_the_document_alone_and_touches_no_other(name: str)
     others = torch.ones(len(hidden), dtype=torch.bool)
     others[own] = False
     changed = last_hidden(module, after)
-    assert torch.equal(changed[others], hidden[others]) and not torch.equal(changed[own], hidden[own])
+    # an expert's product has other rows where another document's tokens go elsewhere, and may round otherwise
+    tolerance = 2e-6 if module.family.balances_experts else 0.0
+    torch.testing.assert_close(changed[others], hidden[others], rtol=tolerance, atol=tolerance)
+    assert not torch.allclose(changed[own], hidden[own], atol=1e-3)
 
 
 def started(name: str, world: World) -> CausalLMLoss:
