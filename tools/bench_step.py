@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -79,6 +80,16 @@ def make_corpus(folder: Path, *, num_tokens: int) -> Path:
     return folder
 
 
+def train(words: Sequence[str], variables: Mapping[str, str] | None = None, *, command: str = "flame.train") -> str:
+    """Run `flame-train` in a fresh process, with `variables` beside the environment's; return its log."""
+    path = f"{PROJECT}:{os.environ.get('PYTHONPATH', '')}"
+    environment = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", **(variables or {})}
+    result = subprocess.run([sys.executable, "-m", command, *words], env=environment, stderr=subprocess.PIPE, text=True)
+    sys.stderr.write(result.stderr[-3000:] if result.returncode else "")
+    result.check_returncode()
+    return result.stderr
+
+
 def measure(options: argparse.Namespace, corpus: Path, run: Path, mode: str) -> dict[str, object]:
     """Run `flame-train` once and return its row."""
     argv = {
@@ -96,13 +107,9 @@ def measure(options: argparse.Namespace, corpus: Path, run: Path, mode: str) -> 
         "checkpoint.enable_checkpoint": "false",
     }
     words = [*(f"--{name}={value}" for name, value in argv.items()), *options.options.split()]
-    command = [sys.executable, "-m", "flame.train", *words]
-    environment = {**os.environ, "PYTHONPATH": f"{PROJECT}:{os.environ.get('PYTHONPATH', '')}", "HF_HUB_OFFLINE": "1"}
     began = time.monotonic()
-    result = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True)
+    log = train(words)
     seconds = time.monotonic() - began
-    sys.stderr.write(result.stderr[-3000:] if result.returncode else "")
-    result.check_returncode()
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     later = lines[len(lines) // 2 :]
 
@@ -110,7 +117,7 @@ def measure(options: argparse.Namespace, corpus: Path, run: Path, mode: str) -> 
         values = [line[name] for line in later if line[name] is not None]
         return statistics.median(values) if values else None
 
-    started = re.search(r"first step done ([\d.]+) s", result.stderr)
+    started = re.search(r"first step done ([\d.]+) s", log)
     return {
         "name": f"step/{Path(options.config).stem}/{mode}",
         "mode": mode,

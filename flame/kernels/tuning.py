@@ -16,6 +16,7 @@ import contextlib
 import hashlib
 import importlib.metadata
 import json
+import logging
 import os
 import re
 import tempfile
@@ -24,6 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from flame.kernels.tuning_sweep import Sweeps
+
+log = logging.getLogger("flame")
 
 SHIPPED = Path(__file__).with_name("tuned")
 Outcome = dict[str, Any]
@@ -108,16 +111,26 @@ def outcome_name(autotuner: Any, candidates: Sequence[Any], key: tuple[Any, ...]
     return f"{autotuner.base_fn.__name__[:100]}-{hashlib.sha256(text.encode()).hexdigest()[:24]}"
 
 
-def keep_tuned_configurations(device: str, folder: Path, shipped: dict[str, Outcome]) -> Sweeps:
+def keep_tuned_configurations(device: str) -> Sweeps | None:
     """Let every `triton.autotune` kernel of this process take what is kept or shipped, and keep what it finds.
 
-    Replaces how Triton's `Autotuner` prunes its candidates, which it does once for each new key: one is left. What fla
-    is told by FLA_CONFIG_DIR and FLA_CACHE_MODE comes before. Returns the count of sweeps that had to be run.
+    What fla is told by FLA_CONFIG_DIR and FLA_CACHE_MODE comes before. Returns the count of the sweeps that had to be
+    run; None where FLAME_TUNED_DIR is `off`, and nothing is changed.
     """
+    folder = tuned_folder()
+    if folder is None:
+        return None
+    setting = setting_name(device)
+    shipped = shipped_outcomes(setting)
+    log.info(f"tuned configurations of Triton kernels: {len(shipped)} shipped, others kept in {folder / setting}")
+    return replace_pruning(folder / setting, shipped)
+
+
+def replace_pruning(kept: Path, shipped: dict[str, Outcome]) -> Sweeps:
+    """Replace how Triton's `Autotuner` prunes its candidates, which it does once for each new key: one is left."""
     from triton.runtime.autotuner import Autotuner
 
     prune, bench = Autotuner.prune_configs, Autotuner._bench
-    kept = folder / setting_name(device)
     sweeps = Sweeps(bench)
 
     def prune_configs(autotuner: Any, kwargs: dict[str, Any]) -> list[Any]:

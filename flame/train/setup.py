@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch.optim import Optimizer
 
+from flame.kernels.tuning import keep_tuned_configurations
 from flame.sampling.history import Segment
 from flame.sampling.position import DataPosition
 from flame.sampling.sampler import BatchGeometry, Sampler
@@ -99,6 +100,8 @@ def prepare(config: TrainConfig, world: World, argv: Sequence[str]) -> Run:
     """Open, build, load and check all that a run needs; every rank calls it. Raises before anything is trained."""
     if config.training.deterministic:
         torch.use_deterministic_algorithms(True)
+    if world.device.type == "cuda":
+        keep_tuned_configurations(torch.cuda.get_device_name(world.device))
     check_shared_folder(config.job.dump_folder, world)
     look = partial(find_beginning, config, fast_open=config.checkpoint.fast_open)
     beginning = on_main("looking for what to begin from", look, world)

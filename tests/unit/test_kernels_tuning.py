@@ -83,7 +83,7 @@ def run(kernel: Autotuner, count: int = 1000) -> str:
 def test_a_sweep_is_run_once_for_each_key_whatever_the_process(
     new_kernel: Callable[..., Autotuner], timed: list[int], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    sweeps = tuning.keep_tuned_configurations("A Device", tmp_path / "kept", {})
+    sweeps = tuning.replace_pruning(tmp_path / "kept" / SETTING, {})
     with caplog.at_level(logging.INFO, "flame"):
         first = new_kernel()
         assert run(first) == run(first) == str(CONFIGS[1])
@@ -111,7 +111,7 @@ def test_compiling_is_done_by_forks_before_anything_is_timed(
         return [1.0] * 3
 
     Autotuner._bench = bench
-    tuning.keep_tuned_configurations("A Device", tmp_path / "kept", {})
+    tuning.replace_pruning(tmp_path / "kept" / SETTING, {})
     run(new_kernel())
     assert compiled == [3, 3, 3]
 
@@ -146,7 +146,7 @@ def test_what_was_shipped_is_taken_without_a_sweep_unless_the_kernel_is_another(
     shipped = {"outcomes": {name: {"config": str(CONFIGS[2])}}}
     (tmp_path / f"{SETTING}.json").write_text(json.dumps(shipped))
     outcomes = tuning.shipped_outcomes(SETTING, tmp_path)
-    tuning.keep_tuned_configurations("A Device", tmp_path / "kept", outcomes)
+    tuning.replace_pruning(tmp_path / "kept" / SETTING, outcomes)
     assert run(new_kernel()) == str(CONFIGS[2]) and timed == []
     assert run(new_kernel(CONFIGS[:2])) == str(CONFIGS[1]) and timed == [64, 128]
     assert tuning.shipped_outcomes("another", tmp_path) == {}
@@ -158,7 +158,7 @@ def test_what_triton_kept_is_taken_over(new_kernel: Callable[..., Autotuner], ti
     kernel = new_kernel(cache_results=True)
     run(kernel)
     assert timed == [64, 128, 256]
-    sweeps = tuning.keep_tuned_configurations("A Device", tmp_path / "kept", {})
+    sweeps = tuning.replace_pruning(tmp_path / "kept" / SETTING, {})
     assert run(new_kernel(cache_results=True)) == str(CONFIGS[1]) and sweeps.count == 0
     assert len(list((tmp_path / "kept" / SETTING).iterdir())) == 1
 
@@ -166,7 +166,7 @@ def test_what_triton_kept_is_taken_over(new_kernel: Callable[..., Autotuner], ti
 def test_a_damaged_or_strange_outcome_is_found_again(
     new_kernel: Callable[..., Autotuner], timed: list[int], tmp_path: Path
 ) -> None:
-    sweeps = tuning.keep_tuned_configurations("A Device", tmp_path / "kept", {})
+    sweeps = tuning.replace_pruning(tmp_path / "kept" / SETTING, {})
     run(new_kernel())
     (path,) = (tmp_path / "kept" / SETTING).iterdir()
     whole = path.read_text()
