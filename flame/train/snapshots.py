@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 from torch.distributed.tensor import DTensor
 
 _MAX_EVENTS = 100_000  # allocations and frees that are remembered, with their stacks
@@ -83,6 +84,8 @@ def _dump_cpu(path: Path) -> None:
     for found in gc.get_objects():
         if issubclass(type(found), Tensor) and found.device.type == "cpu" and found.layout is torch.strided:
             own = found.to_local() if isinstance(found, DTensor) else found
+            if isinstance(own, FakeTensor):  # what a compiler traces with has no memory
+                continue
             storage = own.untyped_storage()
             if storage.nbytes():  # FSDP frees by giving storages no bytes
                 kind = str(own.dtype).removeprefix("torch.")

@@ -279,7 +279,7 @@ def test_a_process_grows_by_a_file_and_not_by_the_model(tmp_path: Path, world: W
     words = [sys.executable, "-c", PEAK_OF_AN_EXPORT, str(path), str(tmp_path / "hf")]
     grown = int(subprocess.run(words, check=True, capture_output=True, text=True).stdout)
     files = [file.stat().st_size for file in (tmp_path / "hf").glob("*.safetensors")]
-    assert len(files) == 4 and grown < max(files) + 100_000_000 < sum(files)
+    assert len(files) == 4 and grown < max(files) + 150_000_000 < sum(files)
 
 
 def test_a_disk_without_room_is_told_with_the_bytes_needed(

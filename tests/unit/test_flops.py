@@ -21,6 +21,8 @@ from flame.train.flops import MIXERS, AttentionLayer, ModelFlops, model_flops
 from flame.train.options import MetricsOptions
 from tests.tiny_states import one_rank, shard, tiny_llama
 
+SHIPPED = set(FAMILIES)  # before a test imports custom_models
+
 T = 6
 """Tokens of the sequence that is counted."""
 
@@ -169,7 +171,7 @@ def test_a_family_s_operations_are_those_of_its_naive_form(model_type: str) -> N
 
 
 def test_every_family_that_is_trained_here_has_a_formula() -> None:
-    assert set(FAMILIES) <= {*SIZES, *DECODERS, *MIXTURES}
+    assert not SHIPPED - {*SIZES, *DECODERS, *MIXTURES}
 
 
 @pytest.mark.parametrize("model_type", ["gla", "delta_net", "gated_deltanet", "rwkv7"])

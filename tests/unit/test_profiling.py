@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
 
 from flame.errors import UsageError
 from flame.train import snapshots
@@ -53,6 +54,8 @@ def test_snapshots_tell_the_largest_tensors_of_a_period(tmp_path: Path) -> None:
     layer = nn.Linear(300, 700, bias=False)
     twice = [torch.zeros(123, 457) for _ in range(2)]
     view = twice[0][1:]  # of the same bytes
+    traced = FakeTensorMode().from_tensor(layer.weight)  # has no memory, though it says that it is on the CPU
+    assert traced.device == CPU
     options = ProfilingOptions(enable_memory_snapshot=True, save_memory_snapshot_folder="memory", profile_freq=2)
     with profiling(options, tmp_path, device=CPU, rank=1, step=4) as step_done:
         for _ in range(5):
