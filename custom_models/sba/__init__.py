@@ -4,7 +4,9 @@ Where nothing else knows a configuration's model type, the packages in custom_mo
 first, until one defines it. A package has to register its classes with transformers. The entry in `FAMILIES` is
 optional: with it the model gets the fused loss and packed documents, without it its own logits and unpacked rows.
 
-The other files of this folder go into every export, and import nothing but each other, torch, triton and transformers.
+What `register_for_auto_class` is told of goes into every export with its code, so that the export loads where this
+project is not: the other files of this folder import nothing but each other, torch, triton and transformers. The entry
+in `MIXERS` is optional too: without it a run logs no MFU.
 """
 
 from typing import Any
@@ -13,9 +15,10 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from custom_models.sba.config_sba import SBAConfig
-from custom_models.sba.modeling_sba import SBAForCausalLM
+from custom_models.sba.modeling_sba import SBAAttention, SBAForCausalLM
 from flame.train.families import FAMILIES
 from flame.train.family import Arguments, Family, from_config
+from flame.train.flops import MIXERS, AttentionLayer
 
 
 def _construct(config: PretrainedConfig, attention: str) -> PreTrainedModel:
@@ -26,6 +29,10 @@ def _arguments(model: Any, positions: Tensor, cu_seqlens: Tensor | None, max_seq
     return {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
 
 
+def _operations(layer: Any) -> AttentionLayer:
+    return AttentionLayer(width=layer.q_proj.out_features)  # two products for each pair, as of any attention
+
+
 def _refusal(config: PretrainedConfig) -> str | None:
     if config.hidden_act not in ("silu", "swish"):
         return f"hidden_act is {config.hidden_act}, and only silu is available"
@@ -34,6 +41,9 @@ def _refusal(config: PretrainedConfig) -> str | None:
 
 AutoConfig.register(SBAConfig.model_type, SBAConfig, exist_ok=True)
 AutoModelForCausalLM.register(SBAConfig, SBAForCausalLM, exist_ok=True)
+SBAConfig.register_for_auto_class()
+SBAForCausalLM.register_for_auto_class("AutoModelForCausalLM")
+MIXERS[SBAAttention.__name__] = _operations
 FAMILIES[SBAConfig.model_type] = Family(
     construct=_construct,
     sequence_arguments=_arguments,

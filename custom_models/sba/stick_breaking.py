@@ -19,8 +19,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .stick_breaking_triton import triton_stick_breaking
-
 
 def stick_breaking(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, *, scale: float, implementation: str = "auto"
@@ -35,13 +33,17 @@ def stick_breaking(
     if repeats > 1:
         k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
     if implementation == "triton" or (implementation == "auto" and q.is_cuda):
+        from .stick_breaking_triton import triton_stick_breaking  # there may be no triton where there is no GPU
+
         return triton_stick_breaking(q, k, v, cu_seqlens, max_seqlen, scale)
     return torch_stick_breaking(q, k, v, cu_seqlens, scale)
 
 
 def torch_stick_breaking(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float) -> Tensor:
     """The same of `[T, H, D]` each, in memory of the square of the longest document."""
-    documents = [_document(*(x[start:stop] for x in (q, k, v)), scale) for start, stop in pairwise(cu_seqlens.tolist())]
+    documents = [
+        _document(q[start:stop], k[start:stop], v[start:stop], scale) for start, stop in pairwise(cu_seqlens.tolist())
+    ]
     return torch.cat(documents)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ from flame.export.dtypes import exported
 from flame.train.checkpoint_tensors import StoredModel, named_tensors
 from flame.train.families import FAMILIES
 from flame.train.hf_names import FORMATS
+from flame.train.model_config import import_definitions
 
 
 def check_export(folder: Path, stored: StoredModel) -> int:
@@ -49,10 +49,12 @@ def check_export(folder: Path, stored: StoredModel) -> int:
 
 @contextlib.contextmanager
 def _known_model_type(model_type: str, folder: Path) -> Iterator[None]:
-    """Let transformers build a model of this type in the block: fla's are known once it is imported."""
+    """Let transformers build a model of this type in the block: fla's and one's own are known once imported.
+
+    Code that lies in the export is not run: one's own is that of custom_models/.
+    """
+    import_definitions(model_type)
     from_fla = model_type in FAMILIES and FAMILIES[model_type].from_fla
-    if from_fla or model_type not in CONFIG_MAPPING:
-        importlib.import_module("fla")
     if model_type not in CONFIG_MAPPING:
         raise CheckpointError(
             "the export cannot be checked here: no library here knows its kind of model",

@@ -1,6 +1,7 @@
 """The small files beside a model's weights, kept in every checkpoint so that exporting one needs nothing else.
 
-config.json, generation_config.json and the tokenizer's own files, which agree on the vocabulary and on BOS and EOS.
+config.json, generation_config.json and the tokenizer's own files, which agree on the vocabulary and on BOS and EOS; and
+the model's code, where it is of one's own.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from flame.errors import TokenizerError
+from flame.train.hf_code import code_files
 
 _TOKENIZER_SUFFIXES = frozenset({".json", ".txt", ".model", ".jinja", ".tiktoken", ".vocab"})
 _NOT_TOKENIZER = frozenset({"config.json", "generation_config.json"})
@@ -26,7 +28,8 @@ def build_hf_files(
 
     `model` is the inner Hugging Face model, sharded or not; its embedding rows are the vocabulary size. `eos_id` and
     `bos_id` are the data's own: the configurations and the tokenizer are made to say the same. Without a `bos_id`
-    the tokenizer's stands. Raises `TokenizerError` for files that cannot be understood.
+    the tokenizer's stands. Raises `TokenizerError` for files that cannot be understood, `TrainingError` for code that
+    cannot be taken along.
     """
     files = _tokenizer_files(tokenizer_folder)
     ids = {"eos_token": eos_id, "bos_token": bos_id}
@@ -49,8 +52,11 @@ def build_hf_files(
         "bos_token_id": ids["bos_token"],
     }
     config.pop("torch_dtype", None)
+    code, auto_map = code_files(model)
+    if auto_map:
+        config["auto_map"] = {**config.get("auto_map", {}), **auto_map}
     generation |= {"eos_token_id": eos, "bos_token_id": ids["bos_token"]}
-    return {**files, "config.json": _json(config), "generation_config.json": _json(generation)}
+    return {**files, **code, "config.json": _json(config), "generation_config.json": _json(generation)}
 
 
 def _tokenizer_files(folder: Path | None) -> dict[str, bytes]:

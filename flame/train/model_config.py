@@ -100,7 +100,7 @@ def load_model_config(
             expected='"model_type", for example "llama"',
         )
     _refuse_sizes(values, source)
-    _import_definitions(model_type, custom_model_path)
+    import_definitions(model_type, custom_model_path)
     config = _construct(source, model_type, trust_remote_code)
     if norm_type is not None:
         _set_norm(config, norm_type)
@@ -191,7 +191,7 @@ def _nearest_file(path: Path) -> str | None:
     return f"Did you mean {path.parent / near[0]}" if near else None
 
 
-def _import_definitions(model_type: str, custom_model_path: str | None) -> None:
+def import_definitions(model_type: str, custom_model_path: str | None = None) -> None:
     """Import what defines a model type, as far as nothing does yet: a named module always, custom_models/, then fla."""
     if custom_model_path is not None:
         _import_custom_path(custom_model_path)
