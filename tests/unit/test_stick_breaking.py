@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from custom_models.sba.config_sba import SBAConfig
+from custom_models.sba.modeling_sba import SBAForCausalLM
 from custom_models.sba.stick_breaking import stick_breaking
+from flame.train.flops import model_flops
 from flame.train.model import CausalLMLoss, build_model
 from tests.triton_interpreter import interpreted
 from tests.unit.test_model import packed_batch
@@ -56,14 +60,25 @@ from custom_models.sba.stick_breaking import torch_stick_breaking
 from custom_models.sba.stick_breaking_triton import triton_stick_breaking
 
 torch.manual_seed(0)
-offsets = torch.tensor([0, 5, 6, 45], dtype=torch.int32)  # one block, one token, three blocks of 16
-for dim, dtype, tolerance in ((16, torch.float32, 2e-5), (20, torch.float32, 2e-5), (16, torch.float16, 1e-2)):
-    q, k, v = (torch.randn(45, 2, dim).to(dtype).requires_grad_() for _ in range(3))
-    weight = torch.randn(45, 2, dim)
+ONE, FEW = [0, 45], [0, 5, 6, 45]  # a document of three blocks; one within a block, one token, and three blocks
+EDGES = [0, 16, 32, 32, 49, 64]  # on the edges of blocks and beside them, and an empty document
+for offsets, heads, dim, dtype, size, longest in (
+    (FEW, 2, 16, torch.float32, 1, 39),
+    (FEW, 1, 20, torch.float32, 1, 39),  # a width that is no power of 2
+    (FEW, 2, 16, torch.float16, 1, 39),
+    (FEW, 1, 16, torch.float32, 1, 64),  # max_seqlen is a limit, and may be more than the longest
+    (EDGES, 3, 16, torch.float32, 1, 17),
+    (ONE, 1, 32, torch.float32, 8, 45),  # scores so large that sticks are used up
+):
+    tolerance = 1e-2 if dtype == torch.float16 else 5e-5 * size
+    q, k, v = (torch.randn(heads, offsets[-1], dim).transpose(0, 1).to(dtype) for _ in range(3))
+    q, k, v = ((x * scale).requires_grad_() for x, scale in ((q, size), (k, 1), (v, 1)))
+    weight = torch.randn(offsets[-1], heads, dim)
+    limits = torch.tensor(offsets, dtype=torch.int32)
     results = []
     for out in (
-        triton_stick_breaking(q, k, v, offsets, 39, dim**-0.5, block=16),
-        torch_stick_breaking(q.double(), k.double(), v.double(), offsets, dim**-0.5),
+        triton_stick_breaking(q, k, v, limits, longest, dim**-0.5, block=16),
+        torch_stick_breaking(q.double(), k.double(), v.double(), limits, dim**-0.5),
     ):
         results.append([out, *torch.autograd.grad((out * weight).sum(), (q, k, v))])
     for ours, exact in zip(*results):
@@ -98,3 +113,15 @@ def test_it_reads_no_padding() -> None:
         module.model(torch.zeros(1, 3, dtype=torch.long), attention_mask=torch.tensor([[0, 1, 1]]))
     with pytest.raises(ValueError, match="multiple of num_heads"):
         SBAConfig(hidden_size=30, num_heads=4)
+
+
+def test_its_operations_are_what_torch_counts_when_it_runs() -> None:
+    """Plain torch multiplies all pairs: twice the half that is counted."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_heads": 4, "num_kv_heads": 2}
+    model = SBAForCausalLM(SBAConfig(vocab_size=80, **sizes))
+    flops = model_flops(model, model.config)
+    assert flops is not None and [layer.width for layer in flops.attention] == [32, 32]
+    with FlopCounterMode(display=False) as counter:
+        model(torch.arange(6)[None]).logits.sum().backward()
+    half = flops.count(6, np.array([6])) - flops.count(6, np.array([0]))
+    assert counter.get_total_flops() == flops.count(6, np.array([6])) + half
