@@ -35,9 +35,9 @@ def in_ranks(
 ) -> dict[str, str]:
     """The environment of ranks that write what they do into `folder`.
 
-    `hold_start`: each rank waits, before it imports anything, until somebody opens `rank-N.fifo` for writing.
+    `hold_start`: each rank waits, before it imports anything, until somebody writes into `rank-N.fifo`.
     `stop_before`: the last rank sends itself SIGTERM when it takes the batch of that step. `hold_saves`: before its
-    part of a checkpoint, each rank makes `rank-N.saving` and waits until somebody opens `rank-N.fifo` for writing.
+    part of a checkpoint, each rank makes `rank-N.saving` and waits until somebody writes into `rank-N.fifo`.
     `not_finite`: the steps in which the last rank's loss is NaN (odd steps) or infinite. `hang_in`: the last rank never
     comes back from the backward of that step of its start.
     """
@@ -63,8 +63,8 @@ def install(plan_json: str) -> None:
     folder, rank = Path(plan["folder"]), int(os.environ["RANK"])
     (folder / f"rank-{rank}.pid").write_text(str(os.getpid()))
     if plan["hold_start"]:
-        with open(folder / f"rank-{rank}.fifo"):
-            return
+        _wait_at(folder / f"rank-{rank}.fifo")
+        return
     from flame.train import checkpoint
 
     patch = pytest.MonkeyPatch()
@@ -82,10 +82,15 @@ def install(plan_json: str) -> None:
             step = temporary.name.removeprefix("step-").removesuffix(".tmp")
             (folder / f"rank-{rank}.saving.tmp").write_text(step)
             (folder / f"rank-{rank}.saving.tmp").rename(folder / f"rank-{rank}.saving")
-            with open(folder / f"rank-{rank}.fifo"):
-                return write(temporary, *others)
+            _wait_at(folder / f"rank-{rank}.fifo")
+            return write(temporary, *others)
 
         patch.setattr(checkpoint, "_write_tensors", held)
+
+
+def _wait_at(fifo: Path) -> None:
+    """Wait until somebody has written: read to the end, or a writer that comes late to its write finds no reader."""
+    fifo.read_text()
 
 
 def note_samples(patch: pytest.MonkeyPatch, path: Path) -> None:
