@@ -117,7 +117,7 @@ class BuildOptions:
         "fail",
         choices=("fail", "skip"),
         help="malformed lines, invalid UTF-8 and damaged files: fail, or skip, count and keep samples in rejects/ "
-        "(null, empty and blank texts are always counted and left out)",
+        "(what is no text, as null, blank, a missing key or a number, is always counted and left out; docs/inputs.md)",
     )
     max_error_fraction: float | None = option(
         None,

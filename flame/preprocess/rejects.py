@@ -11,9 +11,11 @@ from typing import Any
 
 from flame.errors import InputError
 from flame.files import write_text
+from flame.preprocess.terminal import one_line
 
 MAX_SAMPLES = 1000
 SAMPLE_CHARACTERS = 200
+MEND_FILE = "Fetch or write it again, or leave such files out and count them with --on_error skip"
 
 
 @dataclass(kw_only=True)
@@ -21,8 +23,8 @@ class Rejects:
     """Counts of what was left out, and samples of what was malformed.
 
     `on_error` is the user's policy for malformed input: `fail` raises `InputError` at the first, `skip` counts it and
-    keeps up to `MAX_SAMPLES` samples; `errors` is how many those are. Null, empty and blank texts are counted under
-    either.
+    keeps up to `MAX_SAMPLES` samples; `errors` is how many those are. What is no text (null, empty, blank, a missing
+    key, a number) is counted under either.
     """
 
     on_error: str
@@ -43,21 +45,26 @@ class Rejects:
         path: str,
         row: int,
         place: Callable[[], str],
+        byte: int | None = None,
         sample: bytes = b"",
         number: int = 1,
     ) -> None:
-        """Raise `InputError` or count, as the policy says; `place` words where it is, and is called only to raise."""
+        """Raise `InputError` or count, as the policy says; `place` words where it is, and is called only to raise.
+
+        `byte` is where it begins in the file, decompressed; of a damaged .gz or .zst, in the file itself.
+        """
         if self.on_error == "fail":
             raise InputError(
                 what,
                 where=f"{path}, {place()}",
-                got=_shown(sample) if sample else None,
+                got=one_line(_shown(sample)) if sample else None,
                 fix="Mend or remove it, or leave such places out and count them with --on_error skip",
             )
         self.count(reason, number)
         self.errors += number
         if len(self.samples) < MAX_SAMPLES:
-            self.samples.append({"source_file": path, "row": row, "reason": reason, "sample": _shown(sample)})
+            found = {"source_file": path, "row": row, "byte": byte, "reason": reason, "what": what}
+            self.samples.append({**found, "sample": _shown(sample)})
 
     def write_samples(self, path: Path) -> None:
         """Write the samples as jsonl; no file where there are none."""

@@ -195,12 +195,13 @@ def _refuse_json_document(file: FoundFile) -> None:
     if not start.startswith(b"[") and start != b"{":
         return
     array = start.startswith(b"[")
+    values = "'.[]'" if array else "."
     unpack = {"gzip": "gzip -dc ", "zstd": "zstd -dc "}.get(file.compression or "", "cat ")
     raise InputError(
         f"a .json file holds {'one array' if array else 'objects over several lines'}, not an object a line",
         where=file.path,
         expected='lines such as {"text": "…"}',
-        fix=f"{unpack}{file.path} | jq -c {chr(39) + '.[]' + chr(39) if array else '.'} > NEW.jsonl",
+        fix=f"`{unpack}{file.path} | jq -c {values} > NEW.jsonl` makes such a file",
     )
 
 

@@ -22,7 +22,7 @@ from flame.preprocess.holdout import HASH_COLUMN, first_copies
 from flame.preprocess.records import checksum_of, damaged
 from flame.preprocess.tokenizer_check import tokenizer_files
 from flame.shards.checksum import payload_checksum
-from flame.shards.format import HEADER_BYTES, TOKEN_DTYPE, docs_path, ends_path, tokens_path
+from flame.shards.format import HEADER_BYTES, REJECTS_FOLDER, TOKEN_DTYPE, docs_path, ends_path, tokens_path
 from flame.shards.manifest import Manifest, ShardInfo, SplitInfo, TokenizerInfo, write_manifest
 from flame.shards.writer import SplitWriter
 
@@ -63,7 +63,9 @@ def seal(
         raise InputError(
             "there is no document to write: the corpus would be empty",
             got=", ".join(f"{number} {reason}" for reason, number in sorted(rejects.items())) or "no rows",
-            fix="Check the inputs" + (" and --text_column" if "text_column" in options else ""),
+            fix="Check the inputs"
+            + (" and --text_column" if "text_column" in options else "")
+            + (f"; {corpus / REJECTS_FOLDER} names what is malformed" if (corpus / REJECTS_FOLDER).is_dir() else ""),
         )
     manifest = Manifest(
         tokenizer=tokenizer,

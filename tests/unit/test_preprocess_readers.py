@@ -140,6 +140,7 @@ def test_a_cut_file_is_told_or_counted(tmp_path: Path, name: str, share: float) 
     assert found == texts[: len(found)]
     assert len(found) < len(texts)
     assert rejects.counts == {"truncated": 1}
+    assert rejects.samples[0]["byte"] == path.stat().st_size
     assert share < 0.9 or len(found) > 0
 
 
@@ -148,12 +149,19 @@ def test_garbage_after_or_inside_a_stream_is_corrupt(tmp_path: Path) -> None:
     for name, content in {"a.jsonl.gz": gzip.compress(data), "a.jsonl.zst": zstandard.compress(data)}.items():
         path = tmp_path / name
         path.write_bytes(content + b"garbage")
-        with pytest.raises(InputError, match="damaged"):
+        with pytest.raises(InputError, match="damaged: other bytes follow"):
             read(path)
-        assert len(read(path, on_error="skip")[0]) == 100
+        texts, _, rejects = read(path, on_error="skip")
+        assert len(texts) == 100
+        assert (rejects.samples[0]["row"], rejects.samples[0]["byte"]) == (len(data), len(content))
         path.write_bytes(content[:40] + b"\xff\xff\xff" + content[43:])
         with pytest.raises(InputError, match="damaged"):
             read(path)
+        path.write_bytes(data)
+        with pytest.raises(InputError, match=r"damaged: it holds no (gzip|zstd) data, whatever its name says"):
+            read(path)
+        (sample,) = read(path, on_error="skip")[2].samples
+        assert (sample["row"], sample["byte"], sample["reason"]) == (0, 0, "corrupt")
 
 
 # ---- policy
@@ -187,31 +195,38 @@ def test_null_empty_and_blank_in_parquet(tmp_path: Path) -> None:
 
 
 BAD_LINES = {
-    "two objects": (b'{"text": "a"} {"text": "b"}', "malformed_json"),
-    "half a line": (b'{"text": "a', "malformed_json"),
-    "a list": (b'["text"]', "malformed_json"),
-    "invalid utf-8": (b'{"text": "\xff\xfe"}', "invalid_utf8"),
-    "too deep": (b'{"text": ' + b"[" * 200_000, "malformed_json"),
-    "a number without end": (b'{"text": ' + b"9" * 5000 + b"}", "malformed_json"),
+    "two objects": (
+        b'{"text": "a"} {"text": "b"}',
+        "malformed_json",
+        "more follows the first value, from character 15 on",
+    ),
+    "half a line": (b'{"text": "a', "malformed_json", "unterminated string starting at character 10"),
+    "a list": (b'["text"]', "malformed_json", "it is an array"),
+    "a number": (b"17", "malformed_json", "it is a single value"),
+    "no JSON": (b"text", "malformed_json", "expecting value at character 1"),
+    "invalid utf-8": (b'{"text": "\xff\xfe"}', "invalid_utf8", "no valid UTF-8"),
+    "too deep": (b'{"text": ' + b"[" * 200_000, "malformed_json", "nested too deeply"),
+    "a number without end": (b'{"text": ' + b"9" * 5000 + b"}", "malformed_json", ""),
 }
 
 
-@pytest.mark.parametrize(("line", "reason"), BAD_LINES.values(), ids=BAD_LINES.keys())
+@pytest.mark.parametrize(("line", "reason", "what"), BAD_LINES.values(), ids=BAD_LINES.keys())
 @pytest.mark.parametrize("suffix", ["", ".gz"])
 def test_a_malformed_line_is_told_with_its_number_or_counted(
-    tmp_path: Path, line: bytes, reason: str, suffix: str
+    tmp_path: Path, line: bytes, reason: str, what: str, suffix: str
 ) -> None:
     path = tmp_path / f"a.jsonl{suffix}"
     before = b'\n{"text": "one"}\r\n\n'
     data = before + line + b"\n" + b'{"text": "two"}\n'
     path.write_bytes(gzip.compress(data) if suffix else data)
-    with pytest.raises(InputError, match=r"a\.jsonl(\.gz)?, line 4;"):
+    with pytest.raises(InputError, match=rf"{what} \(in .*a\.jsonl(\.gz)?, line 4;"):
         read(path)
     texts, _, rejects = read(path, on_error="skip")
     assert texts == ["one", "two"]
     assert rejects.counts == {reason: 1}
-    assert rejects.samples[0]["row"] == len(before)
-    assert rejects.samples[0]["reason"] == reason
+    (sample,) = rejects.samples
+    assert (sample["row"], sample["byte"], sample["reason"]) == (len(before), len(before), reason)
+    assert what in sample["what"] and line.decode(errors="backslashreplace").startswith(sample["sample"].rstrip("…"))
 
 
 def test_invalid_utf8_in_parquet_and_txt(tmp_path: Path) -> None:

@@ -151,7 +151,7 @@ def test_a_cut_arrow_file_is_told(tmp_path: Path, share: float) -> None:
     table = pa.table({"text": [f"{i} text" for i in range(1000)]})
     path = write_arrow(tmp_path / "a.arrow", table, stream=True)
     path.write_bytes(path.read_bytes()[: int(path.stat().st_size * share)])
-    with pytest.raises(InputError, match=r"no readable Arrow file.*a\.arrow.*Fetch it again"):
+    with pytest.raises(InputError, match=r"no readable Arrow file.*a\.arrow.*Fetch or write it again"):
         input_file(path)
 
 
@@ -222,7 +222,7 @@ def test_csv_columns_by_name_blank_lines_and_compression(tmp_path: Path) -> None
 BAD_ROWS = {
     "too many fields": (b"a,b,c", "malformed_csv", "3 fields under 2 column names"),
     "too few fields": (b"a", "malformed_csv", "1 fields"),
-    "a stray quote": (b'"a"b,c', "malformed_csv", "expected after"),
+    "a stray quote": (b'"a"b,c', "malformed_csv", "text follows a closing quote"),
     "invalid utf-8": (b"\xff\xfe,u", "invalid_utf8", "no valid UTF-8"),
 }
 
@@ -236,13 +236,17 @@ def test_a_malformed_row_is_told_with_its_line_or_counted(tmp_path: Path, line: 
     texts, rows, rejects = read(path, on_error="skip")
     assert (texts, rows) == (["one\n\n", "two"], [0, 2])
     assert rejects.counts == {reason: 1}
-    assert (rejects.samples[0]["row"], rejects.samples[0]["reason"]) == (1, reason)
+    (sample,) = rejects.samples
+    assert (sample["row"], sample["byte"], sample["reason"]) == (1, path.read_bytes().index(line), reason)
+    assert what in sample["what"] and sample["sample"] == line.decode(errors="backslashreplace")
 
 
 def test_a_csv_that_ends_within_quotes_or_is_cut_is_told_or_counted(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     path.write_bytes(b'text\none\n"two\nthree\n')
-    with pytest.raises(InputError, match=r"unexpected end of data.*a\.csv, row 1 \(line 3\)"):
+    with pytest.raises(
+        InputError, match=r"a quote opens in it that no other closes.*a\.csv, row 1 \(line 3\); got \"two three\)"
+    ):
         read(path)
     texts, _, rejects = read(path, on_error="skip")
     assert (texts, rejects.counts) == (["one"], {"malformed_csv": 1})

@@ -18,7 +18,7 @@ from flame.errors import InputError
 from flame.preprocess.plan import COMPRESSION_RATIO, Piece
 from flame.preprocess.readers.columns import Columns
 from flame.preprocess.readers.rows import field_of, is_text_type, one_line, opened, read_groups
-from flame.preprocess.rejects import Rejects
+from flame.preprocess.rejects import MEND_FILE, Rejects
 from flame.preprocess.storage import open_file
 from flame.preprocess.texts import Documents
 
@@ -77,16 +77,13 @@ def read_layout(path: str) -> ArrowLayout:
             raise InputError(
                 "the file is of Feather's first version, which is not read",
                 where=path,
-                fix="Write it again: pyarrow.feather.write_feather(pyarrow.feather.read_table(old), new)",
+                fix="pyarrow.feather.write_feather(pyarrow.feather.read_table(old), new) writes it as the second",
             )
         try:
             return _read_messages(file, len(FILE_MAGIC) if magic == FILE_MAGIC else 0, size)
         except (pa.ArrowException, struct.error, ValueError) as error:
             raise InputError(
-                "a file is no readable Arrow file",
-                where=path,
-                got=one_line(error),
-                fix="Fetch it again, or leave it out",
+                f"a file is no readable Arrow file: {one_line(error)}", where=path, fix=MEND_FILE
             ) from error
 
 

@@ -27,12 +27,14 @@ class CsvRow:
     """A row below the header: its 0-based number, its first line (1-based), the byte at which it begins.
 
     `values` still hold bytes that are no UTF-8 as surrogate escapes; where `trouble` says what is wrong they are empty.
+    `lines` are its bytes, line ends included.
     """
 
     number: int
     line: int
     offset: int
     values: list[str]
+    lines: list[bytes]
     trouble: str | None = None
 
 
@@ -44,36 +46,48 @@ class CsvFile:
         self.next_row = 0
         self._line = 0
         self._offset = 0
+        self._lines_of_row: list[bytes] = []
         self._reader = csv.reader(self._lines(stream), delimiter=DELIMITERS[format], strict=True)
         try:
             self.header = next((row for row in self._reader if row), [])
         except csv.Error as error:
-            raise DamagedStreamError("malformed_csv", f"the row of column names is none: {error}") from error
+            words = f"the row of column names is none: {_csv_words(error)}"
+            raise DamagedStreamError("malformed_csv", words) from error
 
     def _lines(self, stream: ByteStream) -> Iterator[str]:
         for data in raw_lines(stream):
             text = (data.removeprefix(BOM) if self._offset == 0 else data).decode("utf-8", "surrogateescape")
             self._line += 1
             self._offset += len(data)
+            self._lines_of_row.append(data)
             yield text
 
     def rows(self, stop: int | None) -> Iterator[CsvRow]:
         """Yield the rows that begin before the byte `stop`; raises `DamagedStreamError` after what could be read."""
         while stop is None or self._offset < stop:
             line, offset, trouble = self._line + 1, self._offset, None
+            self._lines_of_row = []
             try:
                 values = next(self._reader)
             except StopIteration:
                 return
             except csv.Error as error:
-                values, trouble = [], str(error)
+                values, trouble = [], _csv_words(error)
             if not values and trouble is None:
                 continue
             if trouble is None and len(values) != len(self.header):
                 trouble = f"{len(values)} fields under {len(self.header)} column names"
                 values = []
-            yield CsvRow(number=self.next_row, line=line, offset=offset, values=values, trouble=trouble)
+            lines = self._lines_of_row
+            yield CsvRow(number=self.next_row, line=line, offset=offset, values=values, lines=lines, trouble=trouble)
             self.next_row += 1
+
+
+def _csv_words(error: csv.Error) -> str:
+    """Return what is wrong with a row, in words for those who did not write a parser."""
+    if "unexpected end of data" in str(error):
+        return "a quote opens in it that no other closes before the file ends"
+    return "text follows a closing quote" if "expected after" in str(error) else str(error)
 
 
 def read_csv(piece: Piece, columns: Columns, rejects: Rejects) -> Iterator[Documents]:
@@ -97,7 +111,11 @@ def read_csv(piece: Piece, columns: Columns, rejects: Rejects) -> Iterator[Docum
                 continue
             text = None if row.trouble is not None else _decoded(row.values[text_at], rejects)
             if text is None:
-                _malformed(row, row.values[text_at] if row.values else "", piece, rejects)
+                if row.trouble is None:
+                    _malformed("invalid_utf8", "a text is no valid UTF-8", row, piece, rejects)
+                else:
+                    what = f"a row of the {piece.format} file is malformed: {row.trouble}"
+                    _malformed("malformed_csv", what, row, piece, rejects)
                 continue
             kept = [None if at is None else _shown(row.values[at]) for at in kept_at]
             batch.add(row.number, text, kept)
@@ -111,6 +129,7 @@ def read_csv(piece: Piece, columns: Columns, rejects: Rejects) -> Iterator[Docum
             f"the file is damaged: {error}",
             path=piece.path,
             row=number,
+            byte=stream.consumed - error.unread,
             place=lambda: f"in or after row {number}",
         )
     yield batch.take(rejects)
@@ -121,13 +140,7 @@ def _is_wanted(where: Where, row: CsvRow, places: dict[str, int], piece: Piece, 
     try:
         wanted = keeps_row(where, lambda name: typed_value(_shown(row.values[places[name]]), where.kinds[name]))
     except WhereTypeError as error:
-        rejects.malformed(
-            "where_type",
-            f"--where cannot judge a row: {error}",
-            path=piece.path,
-            row=row.number,
-            place=lambda: f"row {row.number} (line {row.line})",
-        )
+        _malformed("where_type", f"--where cannot judge a row: {error}", row, piece, rejects)
         return False
     rejects.count("where", 0 if wanted else 1)
     return wanted
@@ -152,13 +165,13 @@ def _is_valid(value: str) -> bool:
     return True
 
 
-def _malformed(row: CsvRow, text: str, piece: Piece, rejects: Rejects) -> None:
-    bad_text = row.trouble is None
+def _malformed(reason: str, what: str, row: CsvRow, piece: Piece, rejects: Rejects) -> None:
     rejects.malformed(
-        "invalid_utf8" if bad_text else "malformed_csv",
-        "a text is no valid UTF-8" if bad_text else f"a row of the {piece.format} file is malformed: {row.trouble}",
+        reason,
+        what,
         path=piece.path,
         row=row.number,
+        byte=row.offset,
         place=lambda: f"row {row.number} (line {row.line})",
-        sample=text.encode("utf-8", "surrogateescape"),
+        sample=b"".join(row.lines).rstrip(b"\r\n"),
     )

@@ -75,11 +75,22 @@ def parse_object(text: str) -> dict[str, Any]:
     """Return the JSON object that a line is; `ValueError` says what else it is."""
     try:
         value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(_json_words(error)) from error
     except RecursionError as error:
-        raise ValueError("nested too deeply") from error
+        raise ValueError("it is nested too deeply") from error
     if not isinstance(value, dict):
-        raise ValueError(f"expected an object, got {type(value).__name__}")
+        raise ValueError(f"it is {'an array' if isinstance(value, list) else 'a single value'}")
     return value
+
+
+def _json_words(error: json.JSONDecodeError) -> str:
+    """Return what is wrong with a line, without the number that the line would have in a text of its own."""
+    place = f"character {error.pos + 1}"
+    if error.msg == "Extra data":
+        return f"more follows the first value, from {place} on"
+    what = error.msg.removesuffix(" at")
+    return f"{what[:1].lower()}{what[1:]} at {place}"
 
 
 def _parse(line: bytes, offset: int, piece: Piece, rejects: Rejects) -> dict[str, Any] | None:
@@ -124,7 +135,8 @@ def _whole_lines(piece: Piece, stream: ByteStream, rejects: Rejects) -> Iterator
             error.reason,
             f"a compressed file is damaged: {error}",
             path=piece.path,
-            row=stream.consumed,
+            row=stream.produced,
+            byte=stream.consumed - error.unread,
             place=lambda: f"line {line_number(piece.path, piece.compression, 2**63)}",
         )
 
@@ -135,6 +147,7 @@ def _malformed(reason: str, what: str, line: bytes, offset: int, piece: Piece, r
         what,
         path=piece.path,
         row=offset,
+        byte=offset,
         place=lambda: f"line {line_number(piece.path, piece.compression, offset)}",
         sample=line,
     )

@@ -11,7 +11,7 @@ from flame.errors import InputError
 from flame.preprocess.plan import Piece
 from flame.preprocess.readers.columns import Columns
 from flame.preprocess.readers.rows import field_of, one_line, opened, read_groups
-from flame.preprocess.rejects import Rejects
+from flame.preprocess.rejects import MEND_FILE, Rejects
 from flame.preprocess.remote import READ_AHEAD_BYTES, is_remote
 from flame.preprocess.storage import open_file
 from flame.preprocess.texts import Documents
@@ -33,10 +33,7 @@ def open_parquet(path: str) -> pq.ParquetFile:
         if isinstance(error, OSError) and error.errno is not None:
             raise
         raise InputError(
-            "a file is no readable parquet file",
-            where=path,
-            got=one_line(error),
-            fix="Fetch it again, or leave it out",
+            f"a file is no readable parquet file: {one_line(error).removesuffix('.')}", where=path, fix=MEND_FILE
         ) from error
 
 

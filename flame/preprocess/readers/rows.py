@@ -54,8 +54,7 @@ def opened(open_whole: Callable[[str], T], path: str, rejects: Rejects) -> T | N
     except RemoteError:
         raise
     except InputError as error:
-        what = f"{error.what}: {error.got}"
-        rejects.malformed("corrupt", what, path=path, row=0, place=lambda: "the whole file")
+        rejects.malformed("corrupt", error.what, path=path, row=0, place=lambda: "the whole file")
         return None
 
 

@@ -10,6 +10,7 @@ import zstandard
 
 from flame.preprocess.storage import open_file
 
+GZIP_MAGIC = b"\x1f\x8b"
 CHUNK_BYTES = 2**20
 # Small, because a compressed chunk may hold a thousand times its size.
 COMPRESSED_CHUNK_BYTES = 2**15
@@ -18,15 +19,22 @@ MAX_WINDOW_BYTES = 2**31
 
 
 class DamagedStreamError(Exception):
-    """A compressed file ends too early (`reason` "truncated") or does not decompress ("corrupt")."""
+    """A compressed file ends too early (`reason` "truncated") or does not decompress ("corrupt").
 
-    def __init__(self, reason: str, detail: str) -> None:
+    Of what was read, `unread` bytes at the end lie behind the damage, as far as that is known.
+    """
+
+    def __init__(self, reason: str, detail: str, *, unread: int = 0) -> None:
         super().__init__(detail)
         self.reason = reason
+        self.unread = unread
 
 
 class ByteStream:
-    """The decompressed bytes of a file from `start` on; `consumed` is how far the file itself was read."""
+    """The decompressed bytes of a file from `start` on.
+
+    `consumed` is how far the file itself was read, `produced` the end of what was given, as a place in the text.
+    """
 
     def __init__(self, path: str, compression: str | None, start: int = 0) -> None:
         assert compression is None or start == 0, "a compressed file is read from its beginning"
@@ -34,18 +42,16 @@ class ByteStream:
         self.compression = compression
         self.start = start
         self.consumed = start
+        self.produced = start
 
     def chunks(self) -> Iterator[bytes]:
         """Yield the bytes; raises `DamagedStreamError` after all that could be read."""
         with open_file(self.path) as file:
             file.seek(self.start)
             raw = self._raw(file)
-            if self.compression is None:
-                yield from raw
-            elif self.compression == "gzip":
-                yield from _gunzip(raw)
-            else:
-                yield from _unzstd(raw)
+            for chunk in raw if self.compression is None else _DECOMPRESSED[self.compression](raw):
+                self.produced += len(chunk)
+                yield chunk
 
     def _raw(self, file: BinaryIO) -> Iterator[bytes]:
         size = CHUNK_BYTES if self.compression is None else COMPRESSED_CHUNK_BYTES
@@ -58,12 +64,17 @@ def _gunzip(raw: Iterator[bytes]) -> Iterator[bytes]:
     member = zlib.decompressobj(wbits=31)
     begun = False
     for data in raw:
+        if not begun and not GZIP_MAGIC.startswith(data[:2]):
+            raise DamagedStreamError("corrupt", "it holds no gzip data, whatever its name says", unread=len(data))
         begun = True
         while data:
             if member.eof:
                 data = data.lstrip(b"\0")  # zero bytes after a member are padding, as gzip itself has it
                 if not data:
                     break
+                if not GZIP_MAGIC.startswith(data[:2]):
+                    what = "other bytes follow the end of its gzip data"
+                    raise DamagedStreamError("corrupt", what, unread=len(data))
                 member = zlib.decompressobj(wbits=31)
             yield from _inflate(member, data)
             data = member.unused_data
@@ -77,7 +88,7 @@ def _inflate(member: zlib._Decompress, data: bytes) -> Iterator[bytes]:
         try:
             text = member.decompress(data, CHUNK_BYTES)
         except zlib.error as error:
-            raise DamagedStreamError("corrupt", str(error)) from error
+            raise DamagedStreamError("corrupt", str(error).partition(": ")[2] or str(error)) from error
         if text:
             yield text
         data = member.unconsumed_tail
@@ -94,16 +105,25 @@ def _unzstd(raw: Iterator[bytes]) -> Iterator[bytes]:
         while data:
             if frame.eof:
                 frame = decompressor.decompressobj()
-            begun = True
             try:
                 text = frame.decompress(data)
             except zstandard.ZstdError as error:
-                raise DamagedStreamError("corrupt", str(error)) from error
+                raise DamagedStreamError("corrupt", _zstd_words(error, begun), unread=len(data)) from error
+            begun = True
             if text:
                 yield text
             data = frame.unused_data if frame.eof else b""
     if not (begun and frame.eof):
         raise DamagedStreamError("truncated", "the zstd stream ends before its last frame does")
+
+
+def _zstd_words(error: zstandard.ZstdError, begun: bool) -> str:
+    if "Unknown frame descriptor" not in str(error):
+        return str(error).removeprefix("zstd decompress error: ")
+    return "other bytes follow one of its zstd frames" if begun else "it holds no zstd data, whatever its name says"
+
+
+_DECOMPRESSED = {"gzip": _gunzip, "zstd": _unzstd}
 
 
 def lines_between(stream: ByteStream, start: int, stop: int | None) -> Iterator[tuple[int, bytes]]:

@@ -13,6 +13,7 @@ from flame.preprocess.readers.csv import DELIMITERS, CsvFile
 from flame.preprocess.readers.parquet import group_sizes, open_parquet
 from flame.preprocess.readers.rows import field_of
 from flame.preprocess.readers.stream import ByteStream, DamagedStreamError
+from flame.preprocess.rejects import MEND_FILE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,9 +43,7 @@ def _csv(path: str, compression: str | None, _text_column: str | None, format: s
     try:
         header = CsvFile(ByteStream(path, compression), format).header
     except DamagedStreamError as error:
-        raise InputError(
-            f"a file is no readable {format} file", where=path, got=str(error), fix="Fetch it again, or leave it out"
-        ) from error
+        raise InputError(f"a file is no readable {format} file: {error}", where=path, fix=MEND_FILE) from error
     return Table(schema=pa.schema([pa.field(name, pa.string()) for name in header]) if header else None)
 
 
