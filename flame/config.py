@@ -211,8 +211,10 @@ def _convert_one(option: Option, kind: Any, text: str) -> Any:
         raise UsageError(f"--{option.name} cannot be {text!r}: {error.what}", expected=error.expected) from error
     except ValueError as error:
         detail = str(error) if option.info.parse is not None else None
+        expected = describe_type(option)
         raise UsageError(
-            f"--{option.name} cannot be {text!r}" + (f": {detail}" if detail else ""), expected=describe_type(option)
+            f"--{option.name} cannot be {text!r}" + (f": {detail}" if detail else ""),
+            expected=None if detail and expected == "a value" else expected,
         ) from error
     if option.info.choices is not None and value is not None and value not in option.info.choices:
         near = difflib.get_close_matches(str(value), option.info.choices, 1, 0.5)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from flame.config import option, parse_count
 from flame.errors import CorpusError, UsageError
+from flame.preprocess.progress import log
 from flame.preprocess.terminal import one_line, write_utf8
 from flame.shards.reader import Corpus, Split
 from flame.words import counted
@@ -121,7 +122,7 @@ def decode(options: DecodeOptions) -> int:
     write_utf8()
     documents = _decoded(split, stretches, tokenizer)
     if options.grep is not None:
-        _print_matches(split, documents, options)
+        _print_matches(split, documents, options, num_documents=sum(map(len, stretches)))
         return 0
     several = sum(map(len, stretches)) > 1
     for found in documents:
@@ -185,10 +186,16 @@ def _heading(found: dict[str, Any]) -> str:
 # ---- what matches
 
 
-def _print_matches(split: Split, documents: Iterator[dict[str, Any]], options: DecodeOptions) -> None:
+def _print_matches(
+    split: Split, documents: Iterator[dict[str, Any]], options: DecodeOptions, *, num_documents: int
+) -> None:
+    any_matched = False
     for found in islice(_matches(documents, options.grep, options.context), options.count):
+        any_matched = True
         found = _with_origin(split, found)
         print(json.dumps(found, ensure_ascii=False, allow_nan=False) if options.json else _match_line(found))
+    if not any_matched and options.count != 0:
+        log(f"nothing in {counted(num_documents, 'document')} of {split.name} matches {options.grep.pattern!r}")
 
 
 def _matches(documents: Iterator[dict[str, Any]], pattern: re.Pattern[str], context: int) -> Iterator[dict[str, Any]]:

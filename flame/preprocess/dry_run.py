@@ -30,13 +30,15 @@ BYTES_A_DOCUMENT = 24  # its end, and about its row of docs.parquet
 class Sample:
     """What the sample was: bytes of text read of all that there are, what came of them, and how long it took.
 
-    `disk_bytes` is what it took on disk, `rejects` what was refused by reason; None where it was not finished.
+    `text_bytes` is the text of its documents, `disk_bytes` what it took on disk, `rejects` what was refused by reason;
+    None where it was not finished.
     """
 
     input_bytes: int
     num_documents: int
     num_tokens: int
     seconds: float
+    text_bytes: int | None = None
     disk_bytes: int | None = None
     rejects: Mapping[str, int] | None = None
 
@@ -93,6 +95,7 @@ def _of_receipt(receipt: Mapping[str, Any], settings: TaskSettings, task: Task, 
         num_documents=sum(shard["num_documents"] for shard in shards),
         num_tokens=sum(shard["num_tokens"] for shard in shards),
         seconds=max(seconds, 1e-9),
+        text_bytes=sum(shard["num_bytes"] for shard in shards),
         disk_bytes=sum(path.stat().st_size for path in files),
         rejects=receipt["rejects"],
     )
@@ -132,7 +135,7 @@ def told(corpus: Path, plan: Plan, sample: Sample, *, engine: str, num_workers: 
         f"dry run: {corpus} is not written; from a sample of {_size(sample.input_bytes)} of text{whole}",
         f"  input      {counted(len(plan.inputs), 'file')} of {_size(plan.input_bytes)}, about {_size(total)} of text",
         f"  documents  about {documents:,.0f}",
-        f"  tokens     about {_number(tokens)}, {total / max(tokens, 1):.2f} bytes of text each",
+        f"  tokens     about {_number(tokens)}" + _bytes_a_token(sample),
         f"  disk       about {_size(disk_bytes)}; {_size(free)} are free there",
         f"  time       about {_duration(total / speed / num_workers)} with {workers} of {engine}, "
         f"at {_size(speed)} of text a second each",
@@ -153,6 +156,12 @@ def told(corpus: Path, plan: Plan, sample: Sample, *, engine: str, num_workers: 
             f"there is no room for it in {corpus}: choose another --output, or free {_size(disk_bytes - free)}"
         )
     return "\n".join(lines)
+
+
+def _bytes_a_token(sample: Sample) -> str:
+    if sample.text_bytes is None or not sample.num_tokens:
+        return ""
+    return f", {sample.text_bytes / sample.num_tokens:.2f} bytes of text each"
 
 
 def _size(count: float) -> str:

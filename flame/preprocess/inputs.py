@@ -107,7 +107,11 @@ def find_inputs(
     if not files:
         raise UsageError("there is no file to read", where=", ".join(datasets), expected=_READABLE)
     if passed_over:
-        log(f"note: passed over {len(passed_over)} notes and hidden files: {_some(passed_over)}")
+        number = len(passed_over)
+        log(
+            f"note: passed over {number:,} {'note or hidden file' if number == 1 else 'notes and hidden files'}: "
+            f"{_some(passed_over)}"
+        )
     return files
 
 

@@ -158,7 +158,10 @@ def _how(corpus: Path, manifest: Manifest) -> Iterator[str]:
         if isinstance(inputs.get(name), int)
     ]
     dataset = {name: manifest.options.get(name) for name in ("dataset", "input")}
+    repaired = inputs.pop("repaired", None) or {}
     yield from _fact("inputs", [*counts, *_said(dataset), *_said(inputs)])
+    if repaired:
+        yield from _fact("repaired", [f"{reason} {number:,}" for reason, number in repaired.items()])
     engine = dict(manifest.engine)
     redone = engine.pop("redone_tasks", None)
     yield from _fact(
@@ -208,10 +211,21 @@ def _fact(title: str, facts: Iterator[str] | Sequence[str]) -> Iterator[str]:
 def _said(values: Mapping[str, Any]) -> list[str]:
     """Return name and value of each, leaving out what is null or empty."""
     return [
-        f"{name} {value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)}"
+        f"{name} {_in_words(value)}"
         for name, value in values.items()
         if value is not None and value != {} and value != []
     ]
+
+
+def _in_words(value: Any) -> str:
+    """Return a value of an option as one would say it: a list with commas, of a mapping the types in parentheses."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list):
+        return ", ".join(map(_in_words, value))
+    if isinstance(value, dict):
+        return ", ".join(f"{name} ({_in_words(kind)})" for name, kind in value.items())
+    return json.dumps(value, ensure_ascii=False)
 
 
 # ---- can it be trusted

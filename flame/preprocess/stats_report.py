@@ -215,6 +215,9 @@ def _copies_lines(value: Object, width: int) -> Iterator[str]:
     if copies is None:
         return
     yield ""
+    if not copies["num_documents"]:
+        yield "duplicates: none, every document is another"
+        return
     yield (
         f"duplicates: copies of others are {counted(copies['num_documents'], 'document')} with "
         f"{counted(copies['num_tokens'], 'token')}, "

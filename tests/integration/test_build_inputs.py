@@ -97,7 +97,7 @@ def test_a_folder_of_many_kinds_with_one_worker_and_with_two(tmp_path: Path, tin
         for n in (1, 2)
     ]
     assert [run.returncode for run in runs] == [0, 0], runs[0].stderr + runs[1].stderr
-    assert all(run.stderr.count("passed over 1 notes and hidden files") == 1 for run in runs)
+    assert all(run.stderr.count("passed over 1 note or hidden file") == 1 for run in runs)
     assert same_corpus(tmp_path / "out1", tmp_path / "out2")
     assert sorted(texts_of(tmp_path / "out1")) == sorted(TEXTS * (len(WRITERS) - 1))
 

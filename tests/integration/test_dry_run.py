@@ -60,7 +60,8 @@ def test_of_a_small_input_it_says_what_the_build_gives(
     assert re.search(r"documents +about 500\n", said)
     assert re.search(r"refused +about 0.4% of what is read: in the sample 1 empty, 1 whitespace\n", said)
     tokens = sum(split.num_tokens for split in manifest.splits.values())
-    assert re.search(rf"tokens +about {tokens:,}, ", said)
+    text_bytes = sum(split.num_bytes for split in manifest.splits.values())
+    assert re.search(rf"tokens +about {tokens:,}, {text_bytes / tokens:.2f} bytes of text each\n", said)
     assert "with 1 worker of " in said and "there is no room" not in said
 
 

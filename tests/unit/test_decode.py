@@ -145,7 +145,9 @@ def test_places_that_match(corpus: Path, capsys: pytest.CaptureFixture[str]) -> 
         *(match for match in every if match[0] < 2),
     ]
     assert matches(corpus, capsys, "i", "--split", "val", "--count", "1") == every[:1]
-    assert matches(corpus, capsys, "none") == []  # a text, not the absence of one
+    capsys.readouterr()
+    assert main(["decode", str(corpus), "--grep", "none"]) == 0  # a text, not the absence of one
+    assert capsys.readouterr() == ("", "nothing in 7 documents of train matches 'none'\n")
     assert matches(corpus, capsys, "z*") == []  # an empty place is none
     assert matches(corpus, capsys, "(?i)LEADING") == [(1, 1, "leading")]
 
@@ -169,7 +171,10 @@ def test_batches_change_nothing(
 
 def test_a_wrong_expression_is_a_wrong_call(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["decode", str(corpus), "--grep", "("]) == 2
-    assert "--grep cannot be '(': it is no regular expression: missing )" in capsys.readouterr().err
+    assert capsys.readouterr().err == (
+        "flame-preprocess: --grep cannot be '(': it is no regular expression: missing ), unterminated subpattern at "
+        "position 0.\n"
+    )
     assert main(["decode", str(corpus), "--grep", "x", "--start", "7"]) == 1
     assert "no such document" in capsys.readouterr().err
 

@@ -70,19 +70,28 @@ def test_how_it_was_made(tmp_path: Path, capsys: pytest.CaptureFixture[str], mon
         splits={"train": SplitInfo.of(())},
         rejects={"null": 2, "empty": 12},
         engine={"name": "hf", "version": "1.2", "redone_tasks": 3},
-        inputs={"num_files": 2, "num_bytes": 12345, "repaired": {}},
-        options={"seed": 42, "dataset": ["raw/é.parquet"], "where": None, "keep_columns": {}, "long": "x" * 56},
+        inputs={"num_files": 2, "num_bytes": 12345, "repaired": {"split": 1234, "lone_surrogates": 1}},
+        options={
+            "seed": 42,
+            "dataset": ["raw/é.parquet", "more"],
+            "where": None,
+            "keep_columns": {"url": "string", "score": "double"},
+            "long": "x" * 56,
+        },
         built={"flame_version": "0.1", "time": "2026-01-01T00:00:00Z", "host": None},
     )
     write_manifest(tmp_path, manifest)
     assert inspect(InspectOptions(corpus=tmp_path)) == 0
     out = capsys.readouterr().out
-    assert '  inputs       2 files, 12,345 bytes, dataset ["raw/é.parquet"]\n' in out
+    assert "  inputs       2 files, 12,345 bytes, dataset raw/é.parquet, more\n" in out
+    assert "  repaired     split 1,234, lone_surrogates 1\n" in out
     assert "  engine       hf 1.2, 3 tasks done again with the reference\n" in out
     assert "  rejects      14 of 14 read (100.00%), empty 12, null 2\n" in out
-    assert f"  options      seed 42,\n               long {'x' * 56}\n" in out
+    assert (
+        f"  options      seed 42, keep_columns url (string), score (double),\n               long {'x' * 56}\n" in out
+    )
     assert "  built        flame_version 0.1, time 2026-01-01T00:00:00Z\n" in out
-    assert "where" not in out and "keep_columns" not in out and "samples" not in out
+    assert "where" not in out and "samples" not in out
     row = next(line for line in out.splitlines() if line.startswith("  train"))
     assert row.split()[1:] == ["0"] * 4 + ["-", "-", "-"]
     assert "EOS 0, no BOS" in out

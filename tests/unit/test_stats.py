@@ -27,6 +27,7 @@ from flame.preprocess.duplicates import CopyCounter, records_of
 from flame.preprocess.histogram import bar, histogram, table
 from flame.preprocess.shard_stats import hosts_of
 from flame.preprocess.stats import StatsOptions, stats
+from flame.preprocess.stats_plot import draw
 from flame.preprocess.tally import Tally
 from flame.shards.format import docs_path, ends_path, tokens_path
 from flame.shards.manifest import Manifest, SplitInfo, read_manifest, write_manifest
@@ -127,6 +128,8 @@ def test_one_split_of_several(corpus: Path, capsys: pytest.CaptureFixture[str]) 
     value = counted(corpus, capsys, split="val", top=1)
     assert (value["splits"], value["num_documents"]) == (["val"], 2)
     assert value["duplicates"]["num_documents"] == 0
+    assert stats(StatsOptions(corpus=corpus, split="val")) == 0
+    assert "\nduplicates: none, every document is another\n" in capsys.readouterr().out
     assert [row["name"] for row in value["source_files"]["top"]] == ["val.jsonl"]
     with pytest.raises(CorpusError, match="no split 'test'"):
         stats(StatsOptions(corpus=corpus, split="test"))
@@ -360,11 +363,46 @@ def test_the_screen_is_plain_and_as_wide_as_asked(corpus: Path) -> None:
     assert any(line.startswith("  ") and line.endswith("train.jsonl") for line in lines)
 
 
-def test_a_plot_is_a_picture(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("ending", "start"), [("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")])
+def test_a_plot_is_a_picture(corpus: Path, tmp_path: Path, ending: str, start: bytes) -> None:
     pytest.importorskip("matplotlib")
-    path = tmp_path / "stats.png"
+    path = tmp_path / f"stats.{ending}"
     assert stats(StatsOptions(corpus=corpus, plot=path)) == 0
-    assert path.read_bytes().startswith(b"\x89PNG")
+    assert path.read_bytes().startswith(start)
+
+
+def test_what_is_drawn_is_what_was_counted(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    value = counted(corpus, capsys)
+    figure = draw(value, title="web: train, val")
+    assert figure.get_suptitle() == "web: train, val"
+    *by_length, last = figure.axes
+    for axes, name, unit in zip(
+        by_length, ("document_tokens", "document_bytes"), ("tokens", "bytes of text"), strict=True
+    ):
+        rows = value[name]["histogram"]
+        for bars, what in zip(axes.containers, ("count", "sum"), strict=True):
+            whole = sum(row[what] for row in rows)
+            drawn = [(bar.get_x(), bar.get_x() + bar.get_width(), bar.get_height()) for bar in bars]
+            assert drawn == [
+                (max(row["low"], 0.5), row["high"] + 1, pytest.approx(100 * row[what] / whole)) for row in rows
+            ]
+        assert axes.get_xlabel() == f"length of a document, {unit}" and axes.get_xscale() == "log"
+        median = value[name]["percentiles"]["50"]
+        assert axes.get_legend_handles_labels()[1] == [f"of documents, median {median}", f"of {unit}"]
+    (line,) = last.lines
+    assert line.get_xdata().tolist() == [int(number) for number in value["tokens"]["coverage"]]
+    covered = [100 * count / value["num_tokens"] for count in value["tokens"]["coverage"].values()]
+    assert line.get_ydata().tolist() == pytest.approx(covered) and max(covered) <= 100
+
+
+def test_without_provenance_two_of_three_pictures_are_drawn(
+    tmp_path: Path, tiny_tokenizer: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    corpus = make_corpus(tmp_path / "c", TRAIN, tokenizer=tiny_tokenizer, provenance=False)
+    figure = draw(counted(corpus, capsys), title="")
+    assert [axes.get_xlabel() for axes in figure.axes] == ["length of a document, tokens", "most common token ids"]
 
 
 def test_wrong_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
