@@ -34,6 +34,8 @@ class CausalLMLoss(nn.Module):
         self.family = family
         self.loss = loss
         self.softcap: float | None = getattr(model.config, "final_logit_softcapping", None)
+        self.stay_gathered: list[nn.Module] = []
+        """The parts whose weights are not freed between forward and backward; `parallelize` names them."""
 
     def forward(
         self,

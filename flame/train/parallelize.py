@@ -7,6 +7,7 @@ labels of the whole global batch, once, when gradients are scaled.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -64,10 +65,13 @@ def parallelize(
         anyway = " anyway" if device.type == "cpu" else ""
         log.info("training.enable_cpu_offload: shards, gradients and moments lie in host memory%s", anyway)
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
-    for index, block in enumerate(blocks):
-        last = index == len(blocks) - 1
-        fully_shard(block, reshard_after_forward=_reshards(reshard_after_forward, last, sharded), **options)
-    fully_shard(module, reshard_after_forward=reshard_after_forward == "always", **options)
+    freed = [_reshards(reshard_after_forward, block is blocks[-1], sharded) for block in blocks]
+    for part, frees in [*zip(blocks, freed, strict=True), (module, reshard_after_forward == "always")]:
+        fully_shard(part, reshard_after_forward=frees, **options)
+        if not frees:
+            module.stay_gathered.append(part)
+    if sharded:
+        _gather_ahead([module, *blocks])
     for part in module.modules():
         if isinstance(part, FSDPModule) and mesh.size() > 1:  # one rank would divide by 1, in a pass of its own
             part.set_gradient_divide_factor(1.0)
@@ -78,15 +82,19 @@ def parallelize(
             setattr(parameter, mark, value)
 
 
-def reduce_gradients(module: nn.Module, on: bool) -> None:
+def reduce_gradients(module: CausalLMLoss, on: bool) -> None:
     """Say whether the backwards to come sum gradients over the ranks: the last of a step does, for all of them.
 
     Those before it add up whole gradients, in the dtype of the reduction, on each rank: a step has one reduction, and
-    with several micro-batches each rank needs memory for a whole gradient.
+    with several micro-batches each rank needs memory for a whole gradient. Weights that stay gathered from forward to
+    backward stay so up to the last backward: at its peak a micro-batch has them all anyway.
     """
     assert isinstance(module, FSDPModule), "parallelize made it one"
     module.set_requires_gradient_sync(on)
     module.set_is_last_backward(on)
+    for part in module.stay_gathered:
+        assert isinstance(part, FSDPModule)
+        part.set_reshard_after_backward(on, recurse=False)
 
 
 def reshard(module: nn.Module) -> None:
@@ -97,6 +105,17 @@ def reshard(module: nn.Module) -> None:
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.reshard()
+
+
+def _gather_ahead(parts: list[nn.Module]) -> None:
+    """Have each part, in the order of forward, ask for the next one's weights before it computes.
+
+    torch asks when it comes to a part. Where Python is slower than the device, as with many small kernels, the device
+    would wait for the weights then. In backward torch asks ahead by itself.
+    """
+    for part, following in itertools.pairwise(parts):
+        assert isinstance(part, FSDPModule) and isinstance(following, FSDPModule)
+        part.set_modules_to_forward_prefetch([following])
 
 
 def _compile(module: CausalLMLoss, blocks: list[nn.Module]) -> None:

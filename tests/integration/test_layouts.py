@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from flame.train.checkpoint import load_checkpoint
 from flame.train.checkpoint_files import open_checkpoint
@@ -23,6 +25,7 @@ from flame.train.update import UpdateInBackward
 from tests.ranks import on_ranks
 from tests.tiny_states import differences, one_rank, save, update, whole_state
 from tests.unit.test_model import make_config, packed_batch
+from tools.traffic import step_traffic
 
 CPU = torch.device("cpu")
 OPTIMIZERS = ("AdamW", "Muon")
@@ -70,7 +73,7 @@ def train_in_backward(world: World, layout: tuple[int, int], batch: dict[str, An
 def on_four(world: World, folder: Path) -> None:
     """Load what one rank saved by FSDP, what that saved by DDP, and so on; from each go on as one rank did.
 
-    A step of two micro-batches reduces the gradients of each group of parameters once.
+    A step of two micro-batches has the collectives that are foretold of it, and no others of weights and gradients.
     """
     for name in OPTIMIZERS:
         before, updated, trained = torch.load(folder / f"{name}.pt")
@@ -83,34 +86,57 @@ def on_four(world: World, folder: Path) -> None:
             save(folder / name, module.model, optimizer, step + 1, world)
             update(module.model, optimizer, seed=2)
             assert not differences(updated, whole_state(module.model, optimizer)), (name, layout)
-            with Reductions() as reductions:
+            with Collectives() as collectives:
                 result = train(module, optimizer, BATCHES[2 * world.rank : 2 * world.rank + 2])
             # Muon computes in bf16: what is nearly the same gradient may be rounded otherwise.
             close = {"rtol": 1e-6, "atol": 1e-6} if name == "AdamW" else {"rtol": 1e-3, "atol": 3e-4}
             torch.testing.assert_close(result, trained, **close)
-            replicas, shards = layout
-            once = {"reduce_scatter": shards > 1, "all_reduce": replicas > 1}
-            num_groups = len(module.blocks()) + 1
-            assert reductions.counts == {kind: num_groups for kind, needed in once.items() if needed}, layout
+            assert collectives.of_gradients_and_weights() == foretold(module, layout), layout
+            norms = [4 * len(list(module.parameters()))] if layout[1] > 1 else []  # of all weights, in one
+            assert collectives.found["_c10d_functional.all_reduce"] == norms, layout
     for layout in LAYOUTS:
         result = train_in_backward(world, layout, BATCHES[world.rank])
         torch.testing.assert_close(result, torch.load(folder / "in-backward.pt"), rtol=1e-6, atol=1e-6)
 
 
-class Reductions(TorchDispatchMode):
-    """Counts the collectives that sum tensors over ranks, by their kind."""
+def foretold(module: CausalLMLoss, layout: tuple[int, int]) -> dict[str, tuple[int, int]]:
+    """How many collectives of each kind a step of two micro-batches in fp32 has, and the bytes of their tensors."""
+    blocks = [[tuple(weight.shape) for weight in block.parameters()] for block in module.blocks()]
+    inside = {id(weight) for block in module.blocks() for weight in block.parameters()}
+    rest = [tuple(weight.shape) for weight in module.parameters() if id(weight) not in inside]
+    replicas, shards = layout
+    traffic = step_traffic(blocks, rest, replicas=replicas, shards=shards, micro_batches=2, param_bytes=4)
+    return {kind: (collective.count, collective.size_bytes) for kind, collective in traffic.items()}
+
+
+class Collectives(TorchDispatchMode):
+    """Notes the bytes of each collective's larger side, by its operator's name."""
+
+    KINDS: ClassVar = {
+        "c10d._allgather_base_": "all_gather",
+        "c10d._reduce_scatter_base_": "reduce_scatter",
+        "c10d.allreduce_": "all_reduce",
+    }
 
     def __init__(self) -> None:
         super().__init__()
-        self.counts: Counter[str] = Counter()
+        self.found: defaultdict[str, list[int]] = defaultdict(list)
 
     def __torch_dispatch__(
         self, function: Any, types: Any, arguments: tuple[Any, ...] = (), options: dict[str, Any] | None = None
     ) -> Any:
-        name = str(function)
-        if name.startswith("c10d.") and "reduce" in name:
-            self.counts["reduce_scatter" if "scatter" in name else "all_reduce"] += 1
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # what it does with its shards comes by here
+        name = str(function).removesuffix(".default")
+        if "c10d" in name:
+            tensors = [tensor for tensor in tree_leaves(arguments) if isinstance(tensor, Tensor)]
+            self.found[name].append(max((tensor.nbytes for tensor in tensors), default=0))
         return function(*arguments, **(options or {}))
+
+    def of_gradients_and_weights(self) -> dict[str, tuple[int, int]]:
+        """How many there were of each kind, and the bytes of their tensors."""
+        named = {self.KINDS[name]: sizes for name, sizes in self.found.items() if name in self.KINDS}
+        return {kind: (len(sizes), sum(sizes)) for kind, sizes in named.items()}
 
 
 def test_what_four_ranks_do_in_any_layout_is_what_one_does(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from torch._C._distributed_c10d import HashStore
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from flame.errors import UsageError
 from flame.kernels.dispatch import ATTENTION, Implementation
@@ -76,12 +77,30 @@ def sharded_step(rank: int, model_type: str, tied: bool, shape: tuple[int, int],
     assert (module.model.lm_head.weight is module.model.get_input_embeddings().weight) == tied
     weights = {name: parameter.detach().full_tensor() for name, parameter in parameters.items()}
     buffers = dict(module.named_buffers())
-    loss, num_labels, _ = module(**packed_batch(BATCHES[rank]))
+    with GathersAndBlocks(module) as order:
+        loss, num_labels, _ = module(**packed_batch(BATCHES[rank]))
+    # A block's weights are on their way before the block ahead of it computes.
+    assert order.noted == (["gather"] * 3 if shape[1] > 1 else []) + ["block 0", "block 1"]
     loss.backward()
     gradients = {name: parameter.grad.full_tensor() for name, parameter in parameters.items()}
     sums = torch.tensor([loss.detach(), num_labels])
     dist.all_reduce(sums)
     return weights, buffers, gradients, sums
+
+
+class GathersAndBlocks(TorchDispatchMode):
+    """Notes in which order a forward gathers weights, and computes its blocks."""
+
+    def __init__(self, module: CausalLMLoss) -> None:
+        super().__init__()
+        self.noted: list[str] = []
+        for index, block in enumerate(module.blocks()):
+            block.register_forward_pre_hook(lambda *_, told=f"block {index}": self.noted.append(told))
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        if str(function).startswith("c10d._allgather_base_"):
+            self.noted.append("gather")
+        return function(*arguments, **(options or {}))
 
 
 def unsharded(model_type: str, tied: bool) -> tuple[CausalLMLoss, dict[str, Tensor], Tensor]:
