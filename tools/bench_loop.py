@@ -24,19 +24,15 @@ from typing import Any
 from unittest import mock
 
 import torch
+from bench_runs import VOCABULARY, make_corpus
 
-PROJECT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(PROJECT))
-
-from bench_step import VOCABULARY, make_corpus  # noqa: E402
-
-from flame.train import loop  # noqa: E402
-from flame.train import step as training_step  # noqa: E402
-from flame.train.checkpoint_saver import CheckpointSaver  # noqa: E402
-from flame.train.config import parse_train_config  # noqa: E402
-from flame.train.loader import StepBatch, StepLoader  # noqa: E402
-from flame.train.step_log import StepLog  # noqa: E402
-from flame.train.update import UpdateAfterBackward  # noqa: E402
+from flame.train import loop
+from flame.train import step as training_step
+from flame.train.checkpoint_saver import CheckpointSaver
+from flame.train.config import parse_train_config
+from flame.train.loader import StepBatch, StepLoader
+from flame.train.step_log import StepLog
+from flame.train.update import UpdateAfterBackward
 
 MOST_MS = 2.0
 MODEL = {

@@ -19,13 +19,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-PROJECT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(PROJECT))
+from bench_runs import PROJECT, make_corpus, packed_words, train
 
-from bench_step import make_corpus, train  # noqa: E402
-
-from flame.files import write_json  # noqa: E402
-from flame.kernels.tuning import SHIPPED  # noqa: E402
+from flame.files import write_json
+from flame.kernels.tuning import SHIPPED
 
 CONFIGS = [str(PROJECT / "configs" / name) for name in ("gla_374M.json", "gated_deltanet_512M.json")]
 
@@ -61,21 +58,18 @@ def main() -> None:
 
 def start(options: argparse.Namespace, config: str, corpus: Path, run: Path, variables: dict[str, str]) -> str:
     """Train some steps in a fresh process with nothing compiled before; return its log."""
-    argv = {
-        "job.dump_folder": run,
-        "model.config": config,
-        "training.dataset": corpus,
-        "training.varlen": "true",
-        "training.batch_size": 1,
-        "training.seq_len": options.seq_len,
-        "training.context_len": options.context_len,
-        "training.steps": options.steps,
-        "lr_scheduler.warmup_steps": 1,
-        "checkpoint.enable_checkpoint": "false",
-        "comm.init_timeout_seconds": 3600,
-    }
+    words = packed_words(
+        config=config,
+        corpus=corpus,
+        run=run,
+        seq_len=options.seq_len,
+        context_len=options.context_len,
+        steps=options.steps,
+        lr_scheduler__warmup_steps=1,
+        comm__init_timeout_seconds=3600,
+    )
     environment = {"TRITON_CACHE_DIR": str(run / "triton"), **variables}
-    return train([*(f"--{name}={value}" for name, value in argv.items()), *options.options.split()], environment)
+    return train([*words, *options.options.split()], environment)
 
 
 def gather(kept: Path, target: Path) -> int:
