@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,6 @@ _NEEDED_NO_MORE = (VAL_PARTS, COPIES, HASHES, CLAIMS)
 
 def seal_shares(options: BuildOptions) -> int:
     """Seal what the processes of an array job built; returns the exit code. Only --output is needed."""
-    started = time.monotonic()
     corpus = options.output
     plan = read_plan(corpus)
     if plan is None:
@@ -57,8 +55,7 @@ def seal_shares(options: BuildOptions) -> int:
         engine = Counter(receipt["engine"] for receipt in receipts.values()).most_common(1)[0][0]
         manifest = seal_build(options, plan, tokenizer, engine)
         sweep(corpus)
-    tokens = sum(split.num_tokens for split in manifest.splits.values())
-    print(summary(corpus, manifest, num_tokens=tokens, seconds=time.monotonic() - started))
+    print(summary(corpus, manifest))
     return 0
 
 
@@ -138,8 +135,11 @@ def check_errors(options: BuildOptions, plan: Plan, count: ErrorCount, share_rea
         raise too_many_errors(options.output, count, fraction, receipts)
 
 
-def summary(corpus: Path, manifest: Manifest, *, num_tokens: int, seconds: float) -> str:
-    """Return what was built, for people: documents in and out, rejects by reason, tokens, bytes, speed, folder."""
+def summary(corpus: Path, manifest: Manifest, *, num_tokens: int | None = None, seconds: float = 0.0) -> str:
+    """Return what was built, for people: documents in and out, rejects by reason, tokens, bytes, folder.
+
+    With `num_tokens`, those that were written in so many seconds, the speed too.
+    """
     written = sum(split.num_documents for split in manifest.splits.values())
     refused = sum(manifest.rejects.values())
     lines = [f"built {corpus}", f"  documents  {written + refused:,} read, {written:,} written, {refused:,} refused"]
@@ -153,6 +153,7 @@ def summary(corpus: Path, manifest: Manifest, *, num_tokens: int, seconds: float
             f"  {name:<10} {counted(split.num_documents, 'document')}, {counted(split.num_tokens, 'token')}, "
             f"{split.num_bytes:,} bytes of text, {counted(len(split.shards), 'shard')}"
         )
-    lines.append(f"  speed      {num_tokens / max(seconds, 1e-9):,.0f} tokens/s ({seconds:.1f} s)")
+    if num_tokens is not None:
+        lines.append(f"  speed      {num_tokens / max(seconds, 1e-9):,.0f} tokens/s ({seconds:.1f} s)")
     lines.append(f"  corpus     {manifest.fingerprint}")
     return "\n".join(lines)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from flame.preprocess.build import build
 from flame.preprocess.claims import claimed
 from flame.preprocess.config import BuildOptions
 from flame.preprocess.executors import EXECUTORS
-from flame.preprocess.folder import CLAIMS, COPIES, HASHES
+from flame.preprocess.folder import CLAIMS, COPIES, HASHES, TASKS, shards_of
 from flame.preprocess.ranges import TaskRange, parse_range, stretches, unfinished
 from flame.shards.manifest import read_manifest
 from tests.builds import (
@@ -69,7 +70,9 @@ def seal(output: Path) -> int:
     return build(BuildOptions(output=output, seal=True))
 
 
-def test_shares_at_once_in_any_order_and_a_killed_one_end_as_one_build_does(work: Path, tmp_path: Path) -> None:
+def test_shares_at_once_in_any_order_and_a_killed_one_end_as_one_build_does(
+    work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     output = tmp_path / "out"
     with pytest.raises(CorpusError, match="there is nothing to seal"):
         seal(output)
@@ -80,6 +83,8 @@ def test_shares_at_once_in_any_order_and_a_killed_one_end_as_one_build_does(work
     tokens = [int(output.split(" tokens written now")[0].split()[-1].replace(",", "")) for output, _ in said]
     assert tokens[0] > 0
     finished = receipts(output)
+    written = [json.loads(path.read_bytes()) for path in (output / TASKS).glob("task-*.json")]
+    assert sum(tokens) == sum(shard["num_tokens"] for receipt in written for _, shard in shards_of(receipt))
 
     last = share(work, output, "1/3")
     assert until(lambda: receipts(output) > finished)
@@ -97,7 +102,9 @@ def test_shares_at_once_in_any_order_and_a_killed_one_end_as_one_build_does(work
     assert output_text.splitlines()[-1] == (
         f"every share is done: flame-preprocess build --seal --output {output} makes the corpus of them"
     )
+    capsys.readouterr()
     assert seal(output) == 0
+    assert "speed" not in capsys.readouterr().out, "nothing is tokenized"
     assert same_corpus(output, work / "expected")
     assert not list(output.rglob("*.tmp")) and not (output / CLAIMS).exists()
     assert seal(output) == 0, "again: nothing to do"
