@@ -36,8 +36,8 @@ def _train(words: Sequence[str]) -> int:
         return dry_run(config, planned_ranks(config, 1)) if os.environ.get("RANK", "0") == "0" else 0
     if config.training.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
-    for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"):  # today's name, and torch 2.11's
-        os.environ.setdefault(name, str(config.comm.trace_buf_size))
+    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:  # its old name, which torch warns of, but takes
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(config.comm.trace_buf_size))
     from flame.train.loop import train  # torch and transformers load in seconds: not for a wrong call
 
     return train(config, words)

@@ -155,14 +155,24 @@ class LoggerThread:
         try:
             with _failure_told(self._name, "opened"):
                 logger = self._open()
+                all_written = False
                 with _failure_told(self._name, "written to"):
                     self._write_all(logger)
+                    all_written = True
+                if all_written:
                     with _failure_told(self._name, "closed"):
                         logger.close(bool(self._ends))
+                else:
+                    self._turn_off()
+                    with contextlib.suppress(Exception):  # told already
+                        logger.close(False)
         finally:
-            with self._changed:
-                self._off = True
-                self._waiting.clear()
+            self._turn_off()
+
+    def _turn_off(self) -> None:
+        with self._changed:
+            self._off = True
+            self._waiting.clear()
 
     def _write_all(self, logger: Logger) -> None:
         while True:
@@ -205,20 +215,14 @@ def _failure_told(name: str, what: str) -> Iterator[None]:
 
 
 def open_tensorboard(run: LoggedRun) -> Logger:
-    """Write event files into metrics.save_tb_folder; what an earlier start logged of this one's steps is dropped."""
-    from torch.utils.tensorboard import SummaryWriter
+    """Write an event file into metrics.save_tb_folder; what an earlier start logged of this one's steps is dropped."""
+    from flame.train.event_file import EventFile  # needs the package
 
     folder = run.folder / run.options.save_tb_folder
     if not run.options.rank_0_only:
         folder /= f"rank-{run.rank}"
-    writer = SummaryWriter(str(folder), purge_step=run.first_step)
-
-    def write(step: int, values: Mapping[str, float]) -> None:
-        for name, value in values.items():
-            writer.add_scalar(name, value, step)
-        writer.flush()  # a killed run keeps what it has logged
-
-    return Logger(write=write, close=lambda _succeeded: writer.close())
+    file = EventFile(folder, run.first_step)
+    return Logger(write=file.write, close=lambda _succeeded: file.close())
 
 
 def open_wandb(run: LoggedRun) -> Logger:

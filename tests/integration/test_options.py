@@ -203,18 +203,23 @@ def test_an_option_reaches_the_function_that_is_tested_by_itself(
 def test_the_flight_recorder_is_as_large_as_asked(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sizes: list[str | None] = []
+    names = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")  # torch warns of the second, its old name
+    found: list[tuple[str | None, ...]] = []
 
     def told(*_: Any) -> int:
-        sizes.append(os.environ.get("TORCH_FR_BUFFER_SIZE"))
+        found.append(tuple(os.environ.get(name) for name in names))
         return 0
 
     monkeypatch.setattr(loop, "train", told)
-    for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"):
+    for name in names:
         monkeypatch.setenv(name, "")  # so that what is set on the way is undone
         monkeypatch.delenv(name)
-    assert main([*arguments(folder, tmp_path / "run"), "--comm.trace_buf_size=77"]) == 0
-    assert sizes == ["77"]
+    argv = [*arguments(folder, tmp_path / "run"), "--comm.trace_buf_size=77"]
+    assert main(argv) == 0
+    monkeypatch.delenv(names[0])
+    monkeypatch.setenv(names[1], "88")  # the user's own wins
+    assert main(argv) == 0
+    assert found == [("77", None), (None, "88")]
 
 
 def test_the_usual_call_of_the_predecessor_is_planned_once_its_corpus_is_there(
