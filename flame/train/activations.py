@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from flame.kernels.linear_attention import OPERATORS
 from flame.train.log import log
 
 OP = "op"
@@ -30,6 +31,7 @@ _KEPT_NAMES = (
     "aten::_flash_attention_forward",
     "flame::torch_varlen",
     "flame::fa4",
+    *OPERATORS,
 )
 
 

@@ -6,7 +6,7 @@ from copy import deepcopy
 from importlib.util import find_spec
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from flame.kernels.varlen_attention import longest, pad_cu_seqlens
@@ -53,11 +53,24 @@ def _construct_mamba(config: PretrainedConfig, attention: str) -> PreTrainedMode
     return _construct_fla(config, attention)
 
 
+def _make_traceable(blocks: list[nn.Module]) -> str | None:
+    from flame.train.fla_traceable import make_traceable
+
+    return make_traceable(blocks)
+
+
 def _fla_arguments(model: Any, positions: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None) -> Arguments:
     arguments: Arguments = {"positions": positions, "use_cache": False}
     if cu_seqlens is not None and max_seqlen is not None:
         arguments |= {"cu_seqlens": cu_seqlens, "max_seqlen": longest(max_seqlen)}
     return arguments
+
+
+def _fla_linear_arguments(
+    model: Any, positions: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None
+) -> Arguments:
+    padded = None if cu_seqlens is None else pad_cu_seqlens(cu_seqlens)
+    return _fla_arguments(model, positions, padded, max_seqlen)
 
 
 def _fla_transformer_arguments(
@@ -101,8 +114,18 @@ _FLA_TRANSFORMER = Family(
     norm_types=_FLA_NORMS,
 )
 
-# Compiling a block gains nothing here: its kernels are Triton already, and cut the graph.
 _FLA_LINEAR = Family(
+    construct=_construct_fla,
+    sequence_arguments=_fla_linear_arguments,
+    config_refusal=_fla_refusal,
+    traceable=_make_traceable,
+    needs_cuda=True,
+    from_fla=True,
+    norm_types=_FLA_NORMS,
+)
+
+# Compiling a block gains nothing here: its kernels are Triton already, and cut the graph.
+_FLA_CUT = Family(
     construct=_construct_fla,
     sequence_arguments=_fla_arguments,
     config_refusal=_fla_refusal,
@@ -142,8 +165,8 @@ FLA_FAMILIES: dict[str, Family] = {
     "hgrn2": _FLA_LINEAR,
     "kda": _FLA_LINEAR,
     "retnet": _FLA_LINEAR,
-    "rwkv7": _FLA_LINEAR,
-    "stickbreaking_attn": _FLA_LINEAR,
+    "rwkv7": _FLA_CUT,
+    "stickbreaking_attn": _FLA_CUT,
     "mamba": _FLA_MAMBA,
     "mamba2": _FLA_MAMBA2,
     "samba": _FLA_MAMBA,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 Arguments = dict[str, Any]
@@ -31,6 +31,8 @@ class Family:
     fused_loss: bool = True
     """Whether the loss is the linear cross entropy of the base model's last hidden states and the head."""
     compiles: bool = True
+    traceable: Callable[[list[nn.Module]], str | None] | None = None
+    """Gives blocks that are to be compiled the forms that a graph holds whole, or says why they stay as they are."""
     needs_cuda: bool = False
     from_fla: bool = False
     balances_experts: bool = False

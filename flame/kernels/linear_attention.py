@@ -1,0 +1,424 @@
+"""flash-linear-attention's chunk kernels as operators, so that a compiled block holds them in its graph.
+
+fla offers each as a `torch.autograd.Function`, which `torch.compile` may not enter. An operator here calls that very
+function, forward and backward, and hands what it keeps between the two to the graph as tensors: results are the same
+to the last bit. What a graph must know of a function without running it stands in `KERNELS`, and is compared whenever
+one runs: a version of fla that keeps something else is an error, not a wrong gradient.
+
+Packed documents come as `cu_seqlens`. How many chunks they make is data, for which fla waits for the device: here once
+a batch and not in each layer (`_one_object`, `_totals_known`).
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flame.errors import TrainingError
+
+CHUNK = 64
+Tensors = Mapping[str, Tensor]
+Shapes = Mapping[str, tuple[Sequence[int], torch.dtype]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernel:
+    """One of fla's functions; names are those of its forward's parameters.
+
+    `inputs` are its tensors that have gradients: the first gives the output its dtype, `v` its shape. `settings` are
+    what callers choose beside `scale`, with their types in a schema; `options` is what is always so. `saved` is what
+    it keeps for backward, in its order: an input, `offsets` (`cu_seqlens`), `indices` (of the chunks), `-` for None,
+    or what it makes. `makes(inputs, chunk)` tells shapes and dtypes of the latter; nothing has the shape `_NOTHING`.
+    `stands_for` names, for an input that is not kept, what is kept and has its shape.
+    """
+
+    function: str
+    inputs: tuple[str, ...]
+    saved: str
+    makes: Callable[[Tensors, int], Shapes]
+    settings: Mapping[str, str] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    stands_for: Mapping[str, str] = field(default_factory=dict)
+    chunk: Callable[[Tensor], int] = lambda q: CHUNK
+    computed: Callable[[Tensors], Tensors] = lambda inputs: {}
+    """Further tensors of its forward, without gradients."""
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """Return the names of what backward is given: inputs, and what forward made."""
+        return tuple(name for name in self.saved.split() if name not in ("offsets", "indices", "-"))
+
+    @property
+    def made(self) -> tuple[str, ...]:
+        return tuple(name for name in self.kept if name not in self.inputs)
+
+
+_NOTHING = (0,)
+_NEVER: dict[str, Any] = {
+    **dict.fromkeys(("initial_state", "hk0", "hv0", "cu_seqlens_cpu", "cp_context", "g_gamma")),
+    **dict.fromkeys(("output_final_state", "disable_recompute", "use_graph"), False),
+}
+
+
+# ---- what is known of fla's functions -------------------------------------------------------------------------------
+
+
+def _gla_chunk(q_BTHK: Tensor) -> int:
+    return CHUNK if q_BTHK.shape[1] > 32 else 32 if q_BTHK.shape[1] > 16 else 16
+
+
+def _gla_makes(x: Tensors, chunk: int) -> Shapes:
+    exact = x["g"].dtype == torch.float32  # of other gates backward takes the sum again
+    return {
+        "g_sum": (x["g"].shape if exact else _NOTHING, torch.float32),
+        "scores": ((*x["q"].shape[:3], chunk), torch.float32),
+    }
+
+
+def _normed(x: Tensors) -> dict[str, tuple[Sequence[int], torch.dtype]]:
+    """Return what is kept of queries and keys that the function itself gives the length 1."""
+    return {
+        "q_normed": (x["q"].shape, x["q"].dtype),
+        "q_factor": (x["q"].shape[:3], torch.float32),
+        "k_normed": (x["k"].shape, x["k"].dtype),
+        "k_factor": (x["k"].shape[:3], torch.float32),
+    }
+
+
+def _delta_rule_makes(x: Tensors, chunk: int) -> Shapes:
+    return {**_normed(x), "scores": ((*x["k"].shape[:3], chunk), x["k"].dtype)}
+
+
+def _gated_delta_rule_makes(x: Tensors, chunk: int) -> Shapes:
+    return {
+        **_normed(x),
+        "g_sum": (x["g"].shape, torch.float32),
+        "beta_used": (x["beta"].shape, torch.float32),
+        "scores": ((*x["v"].shape[:3], chunk), x["k"].dtype),
+    }
+
+
+def _kda_makes(x: Tensors, chunk: int) -> Shapes:
+    return {
+        **_normed(x),
+        "beta_used": (x["beta"].shape, torch.float32),
+        "scores": ((*x["v"].shape[:3], chunk), x["k"].dtype),
+        "inverse": ((*x["v"].shape[:3], chunk), x["k"].dtype),
+    }
+
+
+def _gsa_makes(x: Tensors, chunk: int) -> Shapes:
+    return {
+        "slots": (x["s"].shape, x["q"].dtype),
+        "weights": (x["s"].shape, torch.float32),
+        "scores": ((*x["q"].shape[:3], chunk), torch.float32),
+    }
+
+
+def _retention_decay(x: Tensors) -> Tensors:
+    """Return the logarithm of each head's decay, 1 − 2^(−5−h). Source: Sun et al. 2023, "Retentive Network"."""
+    head = torch.arange(x["q"].shape[2], dtype=torch.float32, device=x["q"].device)
+    return {"g_gamma": (1 - 2.0 ** (-5.0 - head)).log()}
+
+
+_NORMED = {"q": "q_normed", "k": "k_normed"}
+_IN_KERNEL = ("use_qk_l2norm_in_kernel", "use_beta_sigmoid_in_kernel", "use_gate_in_kernel", "state_v_first")
+
+KERNELS: dict[str, Kernel] = {
+    "gla": Kernel(
+        function="fla.ops.gla.chunk.ChunkGLAFunction",
+        inputs=("q", "k", "v", "g"),
+        saved="q k v g g_sum - scores indices",
+        makes=_gla_makes,
+        options={"state_v_first": True},
+        chunk=_gla_chunk,
+    ),
+    "delta_rule": Kernel(
+        function="fla.ops.delta_rule.chunk.ChunkDeltaRuleFunction",
+        inputs=("q", "k", "v", "beta"),
+        saved="q_normed q_factor k_normed k_factor v beta scores - offsets indices",
+        makes=_delta_rule_makes,
+        options={"use_qk_l2norm_in_kernel": True},
+        stands_for=_NORMED,
+    ),
+    "gated_delta_rule": Kernel(
+        function="fla.ops.gated_delta_rule.chunk.ChunkGatedDeltaRuleFunction",
+        inputs=("q", "k", "v", "g", "beta", "A_log", "dt_bias"),
+        saved="q_normed q_factor k_normed k_factor v g_sum beta beta_used scores - offsets indices g A_log dt_bias",
+        makes=_gated_delta_rule_makes,
+        settings={"allow_neg_eigval": "bool"},
+        options=dict.fromkeys(_IN_KERNEL, True),
+        stands_for=_NORMED,
+    ),
+    "kda": Kernel(
+        function="fla.ops.kda.chunk.ChunkKDAFunction",
+        inputs=("q", "k", "v", "g", "beta", "A_log", "dt_bias"),
+        saved="q_normed q_factor k_normed k_factor v - g beta beta_used A_log dt_bias scores inverse"
+        " - - - - - - - offsets indices -",
+        makes=_kda_makes,
+        settings={"allow_neg_eigval": "bool", "safe_gate": "bool", "lower_bound": "float?"},
+        options=dict.fromkeys(_IN_KERNEL, True),
+        stands_for=_NORMED,
+    ),
+    "gsa": Kernel(
+        function="fla.ops.gsa.chunk.ChunkGSAFunction",
+        inputs=("q", "k", "v", "s", "g"),
+        saved="q k v s g slots weights scores - - - - indices",
+        makes=_gsa_makes,
+        options={"checkpoint_level": 2},
+    ),
+    "retention": Kernel(
+        function="fla.ops.simple_gla.chunk.ChunkSimpleGLAFunction",
+        inputs=("q", "k", "v"),
+        saved="q k v - decay - indices",
+        makes=lambda x, chunk: {"decay": (x["q"].shape[2:3], torch.float32)},
+        options={"state_v_first": False, "g": None},
+        computed=_retention_decay,
+    ),
+    "simple_gla": Kernel(
+        function="fla.ops.simple_gla.chunk.ChunkSimpleGLAFunction",
+        inputs=("q", "k", "v", "g"),
+        saved="q k v g_sum - - indices",
+        makes=lambda x, chunk: {"g_sum": (x["g"].shape, torch.float32)},
+        options={"state_v_first": False},
+        stands_for={"g": "g_sum"},
+    ),
+    "rwkv7": Kernel(
+        function="fla.ops.generalized_delta_rule.dplr.chunk.ChunkDPLRDeltaRuleFunction",
+        inputs=("q", "k", "v", "a", "b", "gk"),
+        saved="q k v a b gk -",
+        makes=lambda x, chunk: {},
+        settings={"lower_bound": "float?"},
+        options={"safe_gate": True},
+    ),
+}
+"""fla's functions by the names that their operators have in `torch.ops.flame`."""
+
+OPERATORS = tuple(f"flame::linear_{name}" for name in KERNELS)
+
+
+# ---- the operators --------------------------------------------------------------------------------------------------
+
+
+class _Context:
+    """Stands for autograd's context in a call of an `autograd.Function`'s own forward or backward."""
+
+    saved_tensors: tuple[Tensor | None, ...] = ()
+    cu_seqlens: Tensor | None = None
+    chunk_indices: Tensor | None = None
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None:
+        self.saved_tensors = tensors
+
+
+def linear_attention(
+    name: str, *inputs: Tensor, cu_seqlens: Tensor | None = None, scale: float | None = None, **settings: Any
+) -> Tensor:
+    """Return `[B, T, H, V]`: the kernel `name` of `KERNELS`, of its inputs in their order, each state beginning at 0.
+
+    With `cu_seqlens` B is 1. `scale` of the scores is 1 / √K where it is not given.
+    """
+    kernel = KERNELS[name]
+    scale = inputs[0].shape[-1] ** -0.5 if scale is None else scale
+    chosen = (settings[key] for key in kernel.settings)
+    return _results(_OPERATOR[name](*(x.contiguous() for x in inputs), cu_seqlens, scale, *chosen))[0]
+
+
+def _results(returned: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Return what an operator returned as a tuple, of one tensor too."""
+    return (returned,) if isinstance(returned, Tensor) else returned
+
+
+def _split(kernel: Kernel, names: Sequence[str], arguments: Sequence[Any]) -> tuple[Tensors, Tensor | None, Any]:
+    """Return an operator's arguments as tensors by name, the offsets, and the settings by name."""
+    tensors = dict(zip(names, arguments, strict=False))
+    offsets, *settings = arguments[len(names) :]
+    return tensors, offsets, dict(zip(("scale", *kernel.settings), settings, strict=True))
+
+
+def _forward(kernel: Kernel, *arguments: Any) -> tuple[Tensor, ...]:
+    inputs, offsets, settings = _split(kernel, kernel.inputs, arguments)
+    offsets = None if offsets is None else _one_object(offsets)
+    function, parameters = _loaded(kernel.function)
+    context = _Context()
+    options = {**_NEVER, **kernel.options, **settings, "chunk_size": kernel.chunk(inputs["q"])}
+    given = {**options, **inputs, **kernel.computed(inputs), "cu_seqlens": offsets}
+    out, *_ = function.forward(context, **{key: value for key, value in given.items() if key in parameters})
+    made = kernel.makes(inputs, options["chunk_size"])
+    _compare_attributes(kernel, context, options)
+    return out, *_made(kernel, context.saved_tensors, inputs, made)
+
+
+def _made(kernel: Kernel, saved: Sequence[Tensor | None], inputs: Tensors, made: Shapes) -> list[Tensor]:
+    """Return what the function made for its backward, or raise if it is not what `KERNELS` says."""
+    names = kernel.saved.split()
+    found = {}
+    for name, tensor in zip(names, saved, strict=len(saved) == len(names)):
+        if name in made:
+            shape, dtype = made[name]
+            found[name] = inputs["q"].new_empty(_NOTHING, dtype=dtype) if tensor is None else tensor
+            right = tuple(found[name].shape) == tuple(shape) and found[name].dtype == dtype
+        else:
+            right = tensor is None or name in ("offsets", "indices") or tensor is inputs.get(name)
+        if not right or len(saved) != len(names):
+            raise _another_fla(kernel, f"{name} is not kept as it is known to be")
+    return list(found.values())
+
+
+def _compare_attributes(kernel: Kernel, context: _Context, options: Mapping[str, Any]) -> None:
+    for key, value in vars(context).items():
+        if key in ("saved_tensors", "cu_seqlens", "chunk_indices") or key.startswith("_"):
+            continue
+        if key not in options or options[key] != value:
+            raise _another_fla(kernel, f"it keeps {key} = {value}")
+
+
+def _another_fla(kernel: Kernel, what: str) -> TrainingError:
+    return TrainingError(
+        f"{kernel.function} is not as flame/kernels/linear_attention.py knows it: {what}",
+        fix="Take the version of flash-linear-attention in flame's lock file, or train without --training.compile",
+    )
+
+
+def _backward(kernel: Kernel, d_out: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    kept, offsets, settings = _split(kernel, kernel.kept, arguments)
+    function, parameters = _loaded(kernel.function)
+    chunk = kernel.chunk(kept[kernel.stands_for.get("q", "q")])
+    context = _Context()
+    vars(context).update({**_NEVER, **kernel.options, **settings, "chunk_size": chunk})
+    vars(context).update(_fwd_used_autocast=False, _dtype=None)
+    if offsets is not None:
+        context.cu_seqlens = _one_object(offsets)
+        context.chunk_indices = _chunk_indices(context.cu_seqlens, chunk)
+    known = {"offsets": context.cu_seqlens, "indices": context.chunk_indices, "-": None}
+    present = {name: tensor if tensor.shape != _NOTHING else None for name, tensor in kept.items()}
+    context.save_for_backward(*({**known, **present}[name] for name in kernel.saved.split()))
+    gradients = dict(zip(parameters, function.backward(context, d_out, None), strict=True))
+    return tuple(
+        gradients[name].to(like).view_as(like)
+        for name, like in ((name, kept[kernel.stands_for.get(name, name)]) for name in kernel.inputs)
+    )
+
+
+def _forward_shapes(kernel: Kernel, *arguments: Any) -> tuple[Tensor, ...]:
+    inputs, _, _ = _split(kernel, kernel.inputs, arguments)
+    q, v = inputs["q"], inputs["v"]
+    made = kernel.makes(inputs, kernel.chunk(q))
+    out = q.new_empty(v.shape)
+    return out, *(q.new_empty(made[name][0], dtype=made[name][1]) for name in kernel.made)
+
+
+def _backward_shapes(kernel: Kernel, d_out: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    kept, _, _ = _split(kernel, kernel.kept, arguments)
+    return tuple(torch.empty_like(kept[kernel.stands_for.get(name, name)]) for name in kernel.inputs)
+
+
+def _keep(kernel: Kernel, ctx: Any, inputs: tuple[Any, ...], output: Tensor | tuple[Tensor, ...]) -> None:
+    tensors, offsets, settings = _split(kernel, kernel.inputs, inputs)
+    tensors = {**tensors, **dict(zip(kernel.made, _results(output)[1:], strict=True))}
+    ctx.save_for_backward(*(tensors[name] for name in kernel.kept), *(() if offsets is None else (offsets,)))
+    ctx.settings = tuple(settings.values())
+    ctx.dtypes = [tensors[name].dtype for name in kernel.inputs]
+
+
+def _differentiate(kernel: Kernel, operator: Any, ctx: Any, d_out: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    saved = ctx.saved_tensors
+    offsets = saved[len(kernel.kept)] if len(saved) > len(kernel.kept) else None
+    gradients = operator(d_out.contiguous(), *saved[: len(kernel.kept)], offsets, *ctx.settings)
+    return *(x.to(dtype) for x, dtype in zip(gradients, ctx.dtypes, strict=True)), None, *(None for _ in ctx.settings)
+
+
+def _define(name: str, kernel: Kernel) -> Any:
+    """Register the two operators of a kernel, and return that of forward."""
+    common = ["Tensor? cu_seqlens", "float scale", *(f"{kind} {key}" for key, kind in kernel.settings.items())]
+
+    def operator(suffix: str, run: Any, shapes: Any, tensors: Sequence[str], results: int) -> Any:
+        schema = f"({', '.join([*(f'Tensor {name}' for name in tensors), *common])})"
+        name_and_suffix, returns = f"flame::linear_{name}{suffix}", ", ".join(["Tensor"] * results)
+        single = (lambda f: lambda *arguments: f(*arguments)[0]) if results == 1 else (lambda f: f)
+        defined = torch.library.custom_op(
+            name_and_suffix, single(partial(run, kernel)), mutates_args=(), schema=f"{schema} -> ({returns})"
+        )
+        defined.register_fake(single(partial(shapes, kernel)))
+        return defined
+
+    forward = operator("", _forward, _forward_shapes, kernel.inputs, 1 + len(kernel.made))
+    backward = operator("_backward", _backward, _backward_shapes, ["d_out", *kernel.kept], len(kernel.inputs))
+    forward.register_autograd(partial(_differentiate, kernel, backward), setup_context=partial(_keep, kernel))
+    return forward
+
+
+# ---- fla's own ------------------------------------------------------------------------------------------------------
+
+
+@cache
+def _loaded(function: str) -> tuple[Any, tuple[str, ...]]:
+    """Return one of fla's functions and the names of its forward's parameters, the context left out."""
+    _totals_known()
+    module, _, name = function.rpartition(".")
+    loaded = getattr(importlib.import_module(module), name)
+    return loaded, tuple(inspect.signature(loaded.forward).parameters)[1:]
+
+
+_recent: deque[Tensor] = deque(maxlen=4)
+
+
+def _one_object(offsets: Tensor) -> Tensor:
+    """Return the tensor that stands for these offsets in all layers, forward and backward.
+
+    fla keeps what it derives from offsets as long as it is asked about the same object, and a graph may hand another
+    one for the same memory. While a tensor is remembered here its memory is not used again, so that equal address,
+    shape and version mean equal offsets.
+    """
+    for known in _recent:
+        if known is offsets or (
+            known.data_ptr() == offsets.data_ptr()
+            and known.shape == offsets.shape
+            and known.dtype == offsets.dtype
+            and known._version == offsets._version
+        ):
+            return known
+    _recent.append(offsets)
+    return offsets
+
+
+def _chunk_indices(offsets: Tensor, chunk: int) -> Tensor:
+    from fla.ops.utils.index import prepare_chunk_indices
+
+    indices: Tensor = prepare_chunk_indices(offsets, chunk)
+    return indices
+
+
+class _Offsets(Tensor):
+    """Where each sequence's chunks begin; the host knows the last, which is how many there are."""
+
+    total: int
+
+    def __getitem__(self, index: Any) -> Any:
+        return torch.tensor(self.total) if index == -1 else super().__getitem__(index)
+
+
+@cache
+def _totals_known() -> None:
+    """Let fla's kernels of states not ask the device in each layer, three times, how many chunks there are."""
+    from fla.ops.common import chunk_h
+
+    offsets_of = chunk_h.prepare_chunk_offsets
+
+    def with_total(cu_seqlens: Tensor, chunk_size: int) -> Tensor:
+        offsets = offsets_of(cu_seqlens, chunk_size).as_subclass(_Offsets)
+        offsets.total = len(_chunk_indices(cu_seqlens, chunk_size))
+        return offsets
+
+    chunk_h.prepare_chunk_offsets = with_total
+
+
+_OPERATOR = {name: _define(name, kernel) for name, kernel in KERNELS.items()}
