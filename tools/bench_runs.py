@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from tokenizers import Tokenizer, models
 
 PROJECT = Path(__file__).resolve().parent.parent
@@ -24,11 +25,17 @@ from flame.shards.writer import SplitWriter  # noqa: E402
 VOCABULARY = 32_000
 
 
-def make_corpus(folder: Path, *, num_tokens: int, vocabulary: int = VOCABULARY) -> Path:
-    """Write random documents whose lengths are log-normal with a mean of about 1,100 tokens, as on the web."""
+def document_lengths(num_tokens: int) -> NDArray[np.int64]:
+    """Return lengths of documents as on the web, log-normal with a mean of about 1,100, of so many tokens at least."""
     rng = np.random.default_rng(0)
     lengths = np.clip(rng.lognormal(6.5, 1.0, max(num_tokens // 500, 64)), 16, 50_000).astype(np.int64)
-    lengths = lengths[: int(np.searchsorted(np.cumsum(lengths), num_tokens)) + 1]
+    return lengths[: int(np.searchsorted(np.cumsum(lengths), num_tokens)) + 1]
+
+
+def make_corpus(folder: Path, *, num_tokens: int, vocabulary: int = VOCABULARY) -> Path:
+    """Write documents of random tokens and `document_lengths`."""
+    lengths = document_lengths(num_tokens)
+    rng = np.random.default_rng(1)
     tokens = rng.integers(1, vocabulary, int(lengths.sum()), dtype=np.uint32)
     tokens[np.cumsum(lengths) - 1] = 0
     writer = SplitWriter(folder, "train", task=0, shard_tokens=1 << 28, docs_schema=None)
