@@ -16,6 +16,7 @@ import torch
 
 from flame.errors import UsageError
 from flame.kernels.loss_rows import RowLosses, torch_losses
+from flame.kernels.short_convolution_torch import torch_backward, torch_forward
 from flame.kernels.varlen_attention import (
     Attention,
     fa4_attention,
@@ -44,6 +45,15 @@ class LossImplementation:
     """One way to compute the losses of a chunk's logits; `refusal(device, dtype)` says why it cannot run, or None."""
 
     run: RowLosses
+    refusal: Callable[[torch.device, torch.dtype], str | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvolutionImplementation:
+    """One way to compute a short convolution and its gradients; `refusal(device, dtype)` as above."""
+
+    forward: Callable[..., torch.Tensor]
+    backward: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]
     refusal: Callable[[torch.device, torch.dtype], str | None]
 
 
@@ -97,6 +107,18 @@ def _triton_losses(*args: Any, **options: Any) -> None:
     triton_losses(*args, **options)
 
 
+def _triton_convolution(*args: Any) -> torch.Tensor:
+    from flame.kernels.short_convolution_triton import triton_forward
+
+    return triton_forward(*args)
+
+
+def _triton_convolution_backward(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    from flame.kernels.short_convolution_triton import triton_backward
+
+    return triton_backward(*args)
+
+
 ATTENTION: dict[str, Implementation] = {
     "fa4": Implementation(run=fa4_attention, refusal=_fa4_refusal, deterministic=True),
     "torch_varlen": Implementation(
@@ -111,6 +133,14 @@ LOSSES: dict[str, LossImplementation] = {
     "torch": LossImplementation(run=torch_losses, refusal=_no_refusal),
 }
 """Implementations of the loss of `linear_cross_entropy`, the fastest first; all are deterministic."""
+
+CONVOLUTIONS: dict[str, ConvolutionImplementation] = {
+    "triton": ConvolutionImplementation(
+        forward=_triton_convolution, backward=_triton_convolution_backward, refusal=_triton_refusal
+    ),
+    "torch": ConvolutionImplementation(forward=torch_forward, backward=torch_backward, refusal=_no_refusal),
+}
+"""Implementations of the short convolution, the fastest first; all are deterministic."""
 
 
 def choose_attention(
@@ -144,6 +174,15 @@ def choose_loss(requested: str, *, device: torch.device, dtype: torch.dtype) -> 
     """
     refusals = {name: implementation.refusal(device, dtype) for name, implementation in LOSSES.items()}
     return _chosen("linear cross entropy", requested, refusals)
+
+
+def choose_convolution(requested: str, *, device: torch.device, dtype: torch.dtype) -> str:
+    """Return the name in `CONVOLUTIONS` to use: `requested`, or with "auto" the first that runs here.
+
+    Raises `UsageError` if the name is unknown or cannot run here.
+    """
+    refusals = {name: implementation.refusal(device, dtype) for name, implementation in CONVOLUTIONS.items()}
+    return _chosen("the short convolution", requested, refusals)
 
 
 def _chosen(kernel: str, requested: str, refusals: Mapping[str, str | None]) -> str:

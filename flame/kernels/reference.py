@@ -67,3 +67,16 @@ def varlen_attention(
         scores_HTT = softcap * torch.tanh(scores_HTT / softcap)
     weights_HTT = scores_HTT.masked_fill(~visible_TT, float("-inf")).softmax(dim=-1)
     return torch.einsum("hqk,khd->qhd", weights_HTT, v_THD)
+
+
+def short_convolution(
+    x_TC: Tensor, weight_CW: Tensor, bias_C: Tensor | None = None, *, cu_seqlens: Tensor, silu: bool = False
+) -> Tensor:
+    """Return the causal depthwise convolution `[T, C]` of each sequence by itself; the last tap is the token's own."""
+    num_channels, num_taps = weight_CW.shape
+    sequences = []
+    for x_LC in x_TC.split(cu_seqlens.diff().tolist()):
+        padded_CL = F.pad(x_LC.t(), (num_taps, 0))  # one more than the taps need: a sequence may be empty
+        z_CL = F.conv1d(padded_CL, weight_CW[:, None], bias_C, groups=num_channels)[:, 1:]
+        sequences.append((F.silu(z_CL) if silu else z_CL).t())
+    return torch.cat(sequences)
