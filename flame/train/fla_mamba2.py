@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from fla.modules.convolution import causal_conv1d
 from fla.ops.simple_gla import chunk_simple_gla
 from torch import Tensor, nn
 
+from flame.kernels.short_convolution import positions_in_documents, short_convolution
+
 ACTIVATIONS = ("silu", "swish")
-"""What the kernel of the short convolution can end with."""
+"""What the short convolution can end with: one thing under two names."""
 
 
 class PackedMamba2(nn.Module):
@@ -32,19 +33,18 @@ class PackedMamba2(nn.Module):
         self.num_heads: int = original.num_heads
         self.num_groups: int = original.n_groups
         self.dt_limit: tuple[float, float] = original.dt_limit
-        self.activation: str = original.activation
 
     def forward(
         self, hidden_states: Tensor, cu_seqlens: Tensor | None = None, past_key_values: None = None, **_: Any
     ) -> tuple[Tensor, None, None]:
         assert past_key_values is None, "flame's layers are for training: they read no cache"
         gate, mixed, dt = self.in_proj(hidden_states).split(self.widths, dim=-1)
-        mixed, _state = causal_conv1d(
-            x=mixed.contiguous(),
-            weight=self.conv1d.weight.squeeze(1),
-            bias=self.conv1d.bias,
-            activation=self.activation,
-            cu_seqlens=cu_seqlens,
+        mixed = short_convolution(
+            mixed,
+            self.conv1d.weight.squeeze(1),
+            self.conv1d.bias,
+            positions_BT=positions_in_documents(mixed, cu_seqlens),
+            silu=True,
         )
         groups = (mixed.shape[-1] - gate.shape[-1]) // 2
         x, b, c = mixed.split([gate.shape[-1], groups, groups], dim=-1)
