@@ -306,6 +306,15 @@ def describe_type(option: Option) -> str:
     return words.get(kind, "a value") + (" (several, separated by commas)" if _is_list(option) else "")
 
 
+def metavar(option: Option) -> str:
+    """Return the word that stands for an option's value in its help."""
+    if option.info.metavar is not None:
+        return option.info.metavar
+    kinds = {*typing.get_args(option.type), option.type}
+    numbers = {int: "N", float: "X"}
+    return next((word for kind, word in numbers.items() if kind in kinds), option.attribute.upper())
+
+
 def _is_list(option: Option) -> bool:
     return typing.get_origin(option.type) is tuple and not option.info.repeat
 

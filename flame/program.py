@@ -8,12 +8,12 @@ import shutil
 import sys
 import textwrap
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import MISSING, dataclass
 from importlib import metadata
 from typing import Any
 
-from flame.config import Option, normal_name, options_of, parse_flat
+from flame.config import Option, metavar, normal_name, options_of, parse_flat
 from flame.errors import FlameError, UsageError
 
 
@@ -102,7 +102,7 @@ def _operands(config_class: type) -> str:
         if option.info.positional:
             words.append(name if option.default is MISSING else f"[{name}]")
         elif option.default is MISSING:
-            words.append(f"--{option.name} {option.info.metavar or name}")
+            words.append(f"--{option.name} {metavar(option)}")
     return " ".join([*words, "[options]"])
 
 
@@ -113,8 +113,11 @@ def _program_help(program: str, description: str, commands: Sequence[Command]) -
     return "\n".join([*lines, "", f"{program} COMMAND -h explains a command's options."])
 
 
-def help_text(config_class: type, *, usage: str, description: str) -> str:
-    """Return the text of -h: every option with its help, unit, choices and default, by section."""
+def help_text(config_class: type, *, usage: str, description: str, refused: Collection[str] = ()) -> str:
+    """Return the text of -h: every option with its help, unit, choices and default, by section.
+
+    `refused` are the names of options that are not available yet.
+    """
     width = max(60, min(shutil.get_terminal_size().columns, 110))
     lines = [f"usage: {usage}", "", *textwrap.wrap(description, width)]
     section = None
@@ -123,31 +126,37 @@ def help_text(config_class: type, *, usage: str, description: str) -> str:
         if head != section:
             section = head
             lines += ["", f"{head}:" if head else "options:"]
-        lines += _option_help(option, width)
+        lines += _option_help(option, width, is_refused=option.name in refused)
     lines += ["", "  --debug", "      Show the traceback of an error."]
     return "\n".join(lines)
 
 
-def _option_help(option: Option, width: int) -> list[str]:
+def _option_help(option: Option, width: int, *, is_refused: bool) -> list[str]:
     info = option.info
-    value = "" if option.is_flag else " " + (info.metavar or option.attribute.upper())
+    value = "" if option.is_flag else " " + metavar(option)
     head = f"  {option.attribute.upper()}" if info.positional else f"  --{option.name}{value}"
-    facts = [f"unit: {info.unit}"] if info.unit else []
+    facts = ["not available yet"] if is_refused else []
+    if info.unit:
+        facts.append(f"unit: {info.unit}")
     if info.choices is not None:
         facts.append("one of " + ", ".join(info.choices))
     if info.repeat:
         facts.append("may be given several times")
     if option.default is MISSING:
         facts.append("required")
-    elif not info.repeat and option.default is not None:
+    elif not info.repeat and option.default not in (None, "", ()):
         facts.append(f"default: {_shown(option.default)}")
     if info.aliases:
         facts.append("also: " + ", ".join(f"--{alias}" for alias in info.aliases))
     text = info.help + (f" [{'; '.join(facts)}]" if facts else "")
-    return [head, *textwrap.wrap(text, width, initial_indent="      ", subsequent_indent="      ")]
+    indent = " " * 6
+    wrapped = textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
+    return [head, *wrapped]
 
 
 def _shown(value: Any) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
+    if isinstance(value, float):
+        return f"{value:g}"
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)

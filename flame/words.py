@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 
-def counted(number: int, noun: str) -> str:
-    """Return "1 task", "1,000 tasks"."""
-    return f"{number:,} {noun}" + "s" * (number != 1)
+def counted(number: int, noun: str, ending: str = "s") -> str:
+    """Return "1 task", "1,000 tasks"; `ending` is that of the plural."""
+    return f"{number:,} {noun}" + ending * (number != 1)

@@ -41,10 +41,10 @@ class Screen:
 
 
 @contextmanager
-def terminal() -> Iterator[tuple[TextIO, Screen]]:
-    """Give a file that is a terminal of `COLUMNS` columns, and its screen, complete once the block is left."""
+def terminal(columns: int = COLUMNS) -> Iterator[tuple[TextIO, Screen]]:
+    """Give a file that is a terminal of so many columns, and its screen, complete once the block is left."""
     reader, writer = pty.openpty()
-    fcntl.ioctl(writer, termios.TIOCSWINSZ, struct.pack("HHHH", 24, COLUMNS, 0, 0))
+    fcntl.ioctl(writer, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     screen = Screen()
     received: list[bytes] = []
 

@@ -11,6 +11,7 @@ from flame.train.config import TrainConfig, parse_train_config
 from flame.train.launch import launch, plan_from_environment
 from flame.train.moved import refuse_dataset_name
 from flame.train.plot import PlotOptions, plot
+from flame.train.refusals import NOT_AVAILABLE_YET
 
 _DESCRIPTION = (
     "Train a causal language model on corpora of token shards. One process, or with NGPU=<n> as many ranks on this "
@@ -35,7 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options and options[0] in [command.name for command in COMMANDS]:
         return run_program("flame-train", _DESCRIPTION, COMMANDS, words)
     if any(word in ("-h", "--help") for word in options):
-        print(help_text(TrainConfig, usage="flame-train [--section.option value …]", description=_DESCRIPTION))
+        usage = "flame-train [--section.option value …]"
+        print(help_text(TrainConfig, usage=usage, description=_DESCRIPTION, refused=NOT_AVAILABLE_YET))
         return 0
 
     def run() -> int:

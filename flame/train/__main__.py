@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from flame.program import guarded, help_text, take_debug
 from flame.train.config import TrainConfig, parse_train_config
 from flame.train.moved import refuse_dataset_name
+from flame.train.refusals import NOT_AVAILABLE_YET
 from flame.train.signals import stop_signals_held
 
 
@@ -16,7 +17,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one rank with these options; returns the exit code of the contract (docs/design.md, 1)."""
     debug, words = take_debug(list(sys.argv[1:] if argv is None else argv))
     if any(word in ("-h", "--help") for word in words):
-        print(help_text(TrainConfig, usage="flame-train [--section.option value …]", description=__doc__ or ""))
+        usage = "flame-train [--section.option value …]"
+        print(help_text(TrainConfig, usage=usage, description=__doc__ or "", refused=NOT_AVAILABLE_YET))
         return 0
     rank = os.environ.get("RANK", "0")
     with stop_signals_held():

@@ -13,6 +13,7 @@ from flame.train.config import TrainConfig, flatten
 from flame.train.exclusions import DATALOADER, MODEL, OPTIMIZER, PARTS_TOLD, TRAIN_STATE, parts_left_out
 from flame.train.initial import InitialWeights, find_initial
 from flame.train.log import log
+from flame.train.refusals import shown
 from flame.train.run import changed_options
 
 
@@ -99,8 +100,14 @@ def beginning_told(beginning: Beginning, state: TrainState, *, moments_loaded: b
     width = max(map(len, (*rows, *beginning.changed)))
     lines = [f"{kind} {path}: step {state.step:,}, {state.consumed_samples:,} samples consumed{seconds}"]
     lines += [f"  {name:<{width}}  {text}" for name, text in rows.items()]
-    lines += [f"  {name:<{width}}  was {old}, is {new}" for name, (old, new) in beginning.changed.items()]
+    lines += [
+        f"  {name:<{width}}  was {_typed(old)}, is {_typed(new)}" for name, (old, new) in beginning.changed.items()
+    ]
     return "\n".join(lines)
+
+
+def _typed(value: Any) -> str:
+    return "absent" if value is None else shown(value)
 
 
 def _moments_told(choice: Choice, loaded: bool) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,36 +31,7 @@ from flame.train.options import (
     TrainingOptions,
     ValidationOptions,
 )
-
-# Options whose engine is not here yet: accepted by the parser, refused by name. Beside each, the values that are
-# refused; None: all but the default. A row goes when its engine comes.
-NOT_AVAILABLE_YET: dict[str, tuple[Any, ...] | None] = {
-    "model.converters": None,
-    "training.tensor_parallel_degree": None,
-    "training.disable_loss_parallel": None,
-    "float8.enable_float8_linear": None,
-    "float8.enable_fsdp_float8_all_gather": None,
-    "float8.precompute_float8_dynamic_scale_for_fsdp": None,
-    "float8.force_recompute_fp8_weight_in_bwd": None,
-    "float8.recipe_name": None,
-    "experimental.enable_async_tensor_parallel": None,
-    "experimental.context_parallel_degree": None,
-    "experimental.context_parallel_rotate_method": None,
-    "experimental.pipeline_parallel_degree": None,
-    "experimental.pipeline_parallel_split_points": None,
-    "experimental.pipeline_parallel_schedule": None,
-    "experimental.pipeline_parallel_schedule_csv": None,
-    "experimental.pipeline_parallel_microbatches": None,
-    "experimental.enable_compiled_autograd": None,
-}
-
-# Why, where it is not only that nobody has written it.
-_REASONS = {
-    "experimental.enable_compiled_autograd": "torch runs no hooks of FSDP2 in a backward that is compiled as a whole, "
-    "so that gradients would not be summed over the ranks; training.compile compiles each block's backward",
-}
-
-_FLOAT8_SCALING = ("float8.scaling_type_input", "float8.scaling_type_weight", "float8.scaling_type_grad_output")
+from flame.train.refusals import refuse_not_available, refuse_with_early_step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,8 +90,9 @@ def parse_train_config(argv: Sequence[str]) -> TrainConfig:
     """Return the configuration of a command line, over the TOML file that it names; `UsageError` if it cannot run."""
     config: TrainConfig = parse_sections(TrainConfig, argv, program="flame-train", translate=_translate)
     refuse_preprocessing(config.training, config.model.tokenizer_path)
-    refuse_not_available(config)
-    refuse_with_early_step(config)
+    values = flatten(config)
+    refuse_not_available(values, _OPTIONS)
+    refuse_with_early_step(values)
     refuse_absent_loggers(config.metrics)
     if config.model.config is None:
         raise UsageError("flame-train needs --model.config", fix="For example --model.config configs/llama_374M.json")
@@ -185,46 +156,6 @@ def _replace(found: dict[str, list[str]], old: str, name: str, text: str, origin
 _OPTIONS = {option.name: option for option in options_of(TrainConfig)}
 
 
-def refuse_not_available(config: TrainConfig) -> None:
-    """Refuse options that ask for what is not here yet, by name."""
-    values = flatten(config)
-    for name in _FLOAT8_SCALING:
-        if values[name] == "delayed":
-            raise UsageError(
-                f"--{name} cannot be delayed: torchao, which computes in float8, no longer has delayed scaling",
-                fix="Leave it away: scaling is dynamic",
-            )
-    for name, refused in NOT_AVAILABLE_YET.items():
-        default = _OPTIONS[name].default
-        if values[name] in refused if refused is not None else values[name] != default:
-            fix = "Leave it away" if default in (None, ()) else f"Leave it away: the default is {_shown(default)}"
-            reason = f": {_REASONS[name]}" if name in _REASONS else ""
-            raise UsageError(f"--{name} {_shown(values[name])} is not available yet{reason}", fix=fix)
-
-
-def refuse_with_early_step(config: TrainConfig) -> None:
-    """Refuse what needs the whole gradient, or several backwards, where weights are updated in backward."""
-    if not config.optimizer.early_step_in_backward:
-        return
-    training = config.training
-    for name, value, needed in (
-        ("training.max_norm", training.max_norm, math.inf),
-        ("training.skip_nan_inf", training.skip_nan_inf, False),
-        ("training.gradient_accumulation_steps", training.gradient_accumulation_steps, 1),
-    ):
-        if value != needed:
-            raise UsageError(
-                "--optimizer.early_step_in_backward updates each weight before the whole gradient is known",
-                got=f"--{name} {_shown(value)}",
-                fix=f"Add --{name} {_shown(needed)}, or leave early_step_in_backward away",
-            )
-    if config.optimizer.name == "Muon":
-        raise UsageError(
-            "--optimizer.early_step_in_backward updates one weight at a time, and Muon needs several: ranks share them",
-            fix="Choose another --optimizer.name, or leave early_step_in_backward away",
-        )
-
-
 def flatten(config: TrainConfig) -> dict[str, Any]:
     """Return every option's value by its dotted name, as resolved.
 
@@ -272,9 +203,3 @@ def _toml_value(value: Any) -> str:
 
 
 _TOML_ESCAPES = {"\\": "\\\\", '"': '\\"', "\x7f": "\\u007f"}
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)

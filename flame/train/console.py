@@ -69,6 +69,8 @@ def live_line(
 def tell_step(values: Mapping[str, Any], *, total_steps: int, elapsed_seconds: float, color: bool, keep: bool) -> None:
     """Tell people of a logged step: in the live line, where there is one; if not, or to `keep` it, in its own line."""
     width = live_width()
+    if keep:
+        show_live("")  # that of an earlier step, which would stand below this one
     if width is None or keep:
         log.info(console_line(values, total_steps=total_steps, elapsed_seconds=elapsed_seconds, color=color))
     if width is not None:

@@ -67,7 +67,8 @@ def live_width() -> int | None:
     if console is None:
         return None
     try:
-        return max(20, os.get_terminal_size(console.stream.fileno()).columns - 1)
+        columns = os.get_terminal_size(console.stream.fileno()).columns
+        return max(20, columns - 1) if columns else 79  # 0: one that does not know
     except (OSError, ValueError):
         return 79
 

@@ -38,6 +38,7 @@ from flame.train.step import count_flops, make_update, refuse_nan, train_step
 from flame.train.step_log import StepLog
 from flame.train.validation import validate
 from flame.train.watchdog import INIT_TIMEOUT, SHUTDOWN_TIMEOUT, TRAIN_TIMEOUT, Watchdog
+from flame.words import counted
 
 MAX_SKIPPED_IN_A_ROW = 100
 
@@ -227,10 +228,13 @@ def _refuse_skips(in_a_row: int, step: int) -> None:
 def _tell_size(run: Run) -> None:
     geometry = run.geometry
     log.info(
-        "%d steps of %s tokens: %d ranks × %d rows × %d micro-batches of %d tokens; warm-up %d steps",
-        *(run.total_steps, f"{geometry.tokens_per_step:,}", run.world.size, geometry.micro_batch),
-        *(geometry.accumulation, geometry.seq_len, run.warmup_steps),
+        "%s of %s tokens: %s × %s × %s of %s tokens; warm-up %s",
+        *(counted(run.total_steps, "step"), f"{geometry.tokens_per_step:,}", counted(run.world.size, "rank")),
+        *(counted(geometry.micro_batch, "row"), counted(geometry.accumulation, "micro-batch", "es")),
+        *(f"{geometry.seq_len:,}", counted(run.warmup_steps, "step")),
     )
+    if run.state.step >= run.total_steps:
+        log.info("nothing is left to train: the run is at step %d, and ends at %d", run.state.step, run.total_steps)
 
 
 def _make_loader(run: Run) -> StepLoader:

@@ -432,9 +432,11 @@ class Float8Options:
 class CommOptions:
     """How long ranks wait for one another."""
 
-    init_timeout_seconds: float = option(300.0, help="until the first step of a process is done", unit="seconds")
-    train_timeout_seconds: float = option(100.0, help="after that", unit="seconds")
-    shutdown_timeout_seconds: float = option(600.0, help="for a save, and for the end", unit="seconds")
+    init_timeout_seconds: float = option(
+        300.0, help="how long ranks wait for one another until the first step of a process is done", unit="seconds"
+    )
+    train_timeout_seconds: float = option(100.0, help="the same after that step", unit="seconds")
+    shutdown_timeout_seconds: float = option(600.0, help="the same for a save, and for the end", unit="seconds")
     trace_buf_size: int = option(20_000, help="entries of NCCL's flight recorder; 0: off", unit="entries")
 
     def __post_init__(self) -> None:

@@ -21,6 +21,7 @@ from flame.train.model_setup import configure_model, param_dtype
 from flame.train.optimizer import parameter_groups
 from flame.train.run import check_start
 from flame.train.run_data import RunData, open_run_data
+from flame.words import counted
 
 _FP32_BYTES = 4
 _GIB = 1 << 30
@@ -43,7 +44,7 @@ def dry_run(config: TrainConfig, ranks: int) -> int:
     moments = _moments_per_weight(config, matrices / total)
     memory = _rank_memory(config, module, ranks, moments, device)  # changes the module
     begins = "fresh weights" if beginning.path is None else f"step {state.step}, {beginning.path}"
-    lines = [f"dry run: {config.job.dump_folder} is not written; {ranks} ranks, from {begins}"]
+    lines = [f"dry run: {config.job.dump_folder} is not written; {counted(ranks, 'rank')}, from {begins}"]
     if not config.memory_estimation.enabled:
         lines += _data_lines(config, drawn.geometry, drawn.position_at(state), drawn.total_steps)
         lines += _model_lines(kinds, decayed)
@@ -123,10 +124,10 @@ def _moments_per_weight(config: TrainConfig, share_of_matrices: float) -> float:
 def _data_lines(config: TrainConfig, geometry: BatchGeometry, position: DataPosition, steps: int) -> list[str]:
     warmup = config.warmup_steps(geometry.tokens_per_step)
     lines = [
-        f"  global batch  {geometry.tokens_per_step:,} tokens: {geometry.samples_per_step:,} windows of "
+        f"  global batch  {geometry.tokens_per_step:,} tokens: {counted(geometry.samples_per_step, 'window')} of "
         f"{geometry.window_len:,}",
         f"  steps         {steps:,}, {steps * geometry.tokens_per_step:,} tokens",
-        f"  warm-up       {warmup:,} steps, {warmup * geometry.tokens_per_step:,} tokens",
+        f"  warm-up       {counted(warmup, 'step')}, {warmup * geometry.tokens_per_step:,} tokens",
     ]
     for name, source in position.sources.items():
         lines.append(f"  source        {name}: {source.remaining_tokens:,} tokens, {source.final_epochs:.4f} epochs")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -34,6 +35,8 @@ def test_a_terminal_has_a_live_line_and_a_plain_one_has_none(
     assert kept == ["4/6", "6/6"], "steps with a validation, and the last, stay; the others pass in the live line"
     for step in (1, 2, 4, 6):
         assert f"\033[36mstep {step}/6\033[0m  " in live.text and " < " in live.text
+    live_steps = re.findall(r"\033\[K\033\[36mstep (\d)/6", live.text)
+    assert live_steps == sorted(live_steps), "none is drawn again below a later one"
     assert live.lines()[-1] == "" and "finished" in live.lines()[-2]
 
     options |= {"metrics__disable_color_printing": "true", "metrics__log_freq": 3, "metrics__peak_tflops": 2}

@@ -123,12 +123,14 @@ def test_validation_sets(folder: Path, tmp_path: Path, capsys: pytest.CaptureFix
     refused(capsys, arguments(folder, run, **rows, validation__dataset=folder / "web"), 1, "too small", "8193")
 
 
-def test_a_finished_run_ends_at_once(folder: Path, tmp_path: Path) -> None:
+def test_a_finished_run_ends_at_once(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run"
     argv = arguments(folder, run, training__steps=2)
     assert main(argv) == 0
     before = losses_and_norms(run)
+    capsys.readouterr()
     assert main(argv) == 0
+    assert "nothing is left to train: the run is at step 2, and ends at 2" in capsys.readouterr().err
     assert losses_and_norms(run) == before
     assert read_status(run)["state"] == "finished"
 

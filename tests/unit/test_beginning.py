@@ -29,7 +29,9 @@ OWN = Beginning(choice=choice(), initial=None, is_own=True, left_out=frozenset()
 
 
 def test_the_table_of_a_resume() -> None:
-    beginning = replace(OWN, left_out=frozenset({"optimizer"}), changed={"optimizer.lr": (0.001, 0.0003)})
+    beginning = replace(
+        OWN, left_out=frozenset({"optimizer"}), changed={"optimizer.lr": (0.001, 0.0003), "a.flag": (True, None)}
+    )
     assert beginning_told(beginning, STATE, moments_loaded=False, load_seconds=1.26).splitlines() == [
         "resumed from exp/a/checkpoint/step-500: step 500, 4,000 samples consumed, loaded in 1.3 s",
         "  model         weights loaded",
@@ -38,6 +40,7 @@ def test_the_table_of_a_resume() -> None:
         "  dataloader    4,000 samples consumed, data segment 2",
         "  train_state   step 500, 16,384,000 tokens",
         "  optimizer.lr  was 0.001, is 0.0003",
+        "  a.flag        was true, is absent",
     ]
 
 

@@ -308,7 +308,7 @@ def test_help_tells_every_option_with_unit_default_choices_and_other_names() -> 
     for known in options_of(Flat):
         assert f"--{known.name}" in text or known.info.positional
         assert known.info.help in text
-    assert "--num_workers NUM_WORKERS\n      processes [unit: processes; default: 2; also: --jobs]" in text
+    assert "--num_workers N\n      processes [unit: processes; default: 2; also: --jobs]" in text
     assert "what to read [required]" in text and "one of auto, hf; default: auto" in text
     assert "mix [default: on]" in text and "may be given several times" in text
     assert "job:\n  --job.config_file" in help_text(Config, usage="prog", description="Runs.")

@@ -20,7 +20,7 @@ ALLOWED = {
     "sampling": {"errors", "words", "files", "config", "shards"},
     "preprocess": {"errors", "words", "files", "config", "shards"},
     "kernels": {"errors"},
-    "train": {"errors", "files", "config", "program", "shards", "sampling", "kernels"},
+    "train": {"errors", "words", "files", "config", "program", "shards", "sampling", "kernels"},
     "export": {"errors", "files", "config", "shards", "train"},
     "cli": {"errors", "files", "config", "program", "shards", "sampling", "preprocess", "train", "export"},
 }

@@ -52,6 +52,13 @@ def test_the_live_line_stands_below_what_is_logged(monkeypatch: pytest.MonkeyPat
     assert [line[9:] if "told" in line else line for line in screen.lines()] == ["told", "told", "step 2"]
 
 
+def test_a_terminal_that_does_not_know_its_width_has_the_usual_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    with terminal(columns=0) as (file, _):
+        monkeypatch.setattr(sys, "stderr", file)
+        configure_logging(0, 1)
+        assert live_width() == 79
+
+
 @pytest.mark.parametrize("why", ["a pipe", "a dumb terminal", "plain"])
 def test_no_live_line_where_there_is_no_terminal_for_it(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with terminal() as (file, screen):

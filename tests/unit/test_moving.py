@@ -12,7 +12,8 @@ import pytest
 
 from flame.config import parse_flat
 from flame.preprocess.config import BuildOptions
-from flame.train.config import NOT_AVAILABLE_YET, flatten, parse_train_config
+from flame.train.config import flatten, parse_train_config
+from flame.train.refusals import NOT_AVAILABLE_YET
 
 PROJECT = Path(__file__).resolve().parents[2]
 PAGE = (PROJECT / "docs/moving.md").read_text("utf-8")

@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 from flame.config import Option, options_of, parse_flat
 from flame.errors import UsageError
 from flame.preprocess.config import BuildOptions
-from flame.train.config import NOT_AVAILABLE_YET, TrainConfig, flatten, parse_train_config, to_toml
+from flame.train.config import TrainConfig, flatten, parse_train_config, to_toml
 from flame.train.moved import refuse_dataset_name
 from flame.train.options import TrainingOptions
+from flame.train.refusals import NOT_AVAILABLE_YET
 
 NEEDED = ("--model.config", "m.json", "--training.dataset", "corpus")
 OPTIONS = {option.name: option for option in options_of(TrainConfig)}
