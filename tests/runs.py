@@ -99,9 +99,28 @@ def start_training(
     command: Sequence[str] = FLAME_TRAIN,
     variables: Mapping[str, str] | None = None,
 ) -> subprocess.Popen[str]:
-    """Start training in fresh processes: one, or as many as `ranks`; `variables` may be those of faults.py."""
+    """Start training in fresh processes: one, or as many as `ranks`; `variables` may be those of faults.py.
+
+    They end with the test, whether it fails or not (`end_trainings`).
+    """
     words = [sys.executable, "-m", *command, *argv]
-    return subprocess.Popen(words, env=rank_environment(ranks, variables), stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(words, env=rank_environment(ranks, variables), stderr=subprocess.PIPE, text=True)
+    _STARTED.append(process)
+    return process
+
+
+_STARTED: list[subprocess.Popen[str]] = []
+
+
+def end_trainings() -> None:
+    """Kill what `start_training` has started and still runs (its ranks die with it), and close its pipes."""
+    while _STARTED:
+        process = _STARTED.pop()
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+        if process.stderr is not None:
+            process.stderr.close()
 
 
 def run_training(
