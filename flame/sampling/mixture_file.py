@@ -41,7 +41,7 @@ def read_mixture(path: Path, *, overrides: Mapping[str, Path] | None = None) -> 
             expected=f"format_version {FORMAT_VERSION} or {PACKED_VERSION}",
         )
     try:
-        mixture = _mixture_from_json(value, _base(path.parent))
+        mixture = _mixture_from_json(value, paths_base(path.parent))
     except MixtureError as error:
         if error.where is not None:
             raise
@@ -174,7 +174,10 @@ def _relative(corpus: Path, folder: Path) -> Path:
     return Path(os.path.relpath(corpus.absolute(), folder.resolve()))
 
 
-def _base(folder: Path) -> Path:
-    """Return where relative paths start: `..` leads out of where a link to the folder points, not of where it lies."""
+def paths_base(folder: Path) -> Path:
+    """Return where relative paths in a file of this folder start.
+
+    `..` leads out of where a link to the folder points, not of where it lies.
+    """
     resolved = folder.resolve()
     return folder if str(resolved) == os.path.normpath(folder.absolute()) else resolved

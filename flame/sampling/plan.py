@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn
@@ -46,7 +47,7 @@ def plan_stages(
     plans = []
     for stage, length in zip(mixture.stages, stage_lengths(mixture, num_tokens), strict=True):
         shares = _shares_of_documents(mixture, documents, stage.weights)
-        drawn = None if length is None else [rounded(weight * length, TABLE_SLOTS) for weight in stage.weights]
+        drawn = None if length is None else _dealt(length, stage.weights)
         until = None if drawn is None or drawn_before is None else list(map(sum, zip(drawn_before, drawn, strict=True)))
         plans.append(
             tuple(
@@ -80,30 +81,29 @@ def check_epochs(mixture: Mixture, num_tokens: int) -> None:
 
     `flame-train` counts windows instead (`position.check_windows_drawn`), once it knows how long they are.
     """
+    most = {source.name: longest_run(mixture, source.name) for source in mixture.sources if source.max_epochs}
     over = [
         Repeated(name=row.name, epochs=row.epochs, max_epochs=row.max_epochs)
         for row in plan_stages(mixture, [None] * len(mixture.sources), num_tokens)[-1]
-        if row.max_epochs is not None and row.epochs is not None and row.epochs > row.max_epochs
+        if row.max_epochs is not None and row.epochs is not None and num_tokens > most[row.name]
     ]
     if over:
-        refuse_repeats(over, num_tokens, most_tokens=min(longest_run(mixture, source.name) for source in over))
+        refuse_repeats(over, num_tokens, most_tokens=int(min(most[source.name] for source in over)))
 
 
 def refuse_repeats(over: Sequence[Repeated], num_tokens: int, *, most_tokens: int) -> NoReturn:
     """Raise the `MixtureError` for sources that a run of `num_tokens` repeats beyond their caps."""
     raise MixtureError(
         "the run would repeat " + ("a source" if len(over) == 1 else "sources") + " beyond max_epochs",
-        got="; ".join(
-            f"{source.name!r}: {source.epochs:.3f} epochs of at most {source.max_epochs:g}" for source in over
-        )
+        got="; ".join(f"{source.name!r}: {_told(source)} epochs of at most {source.max_epochs:g}" for source in over)
         + f"; for {num_tokens:,} tokens",
         expected=f"at most {most_tokens:,} tokens with these weights and caps",
-        fix="Train on fewer tokens, lower the weight, add data, or raise --max_epochs",
+        fix="Train on fewer tokens, lower the weight, add data, or raise max_epochs",
     )
 
 
-def longest_run(mixture: Mixture, name: str) -> int:
-    """Return the most tokens a run can have before the source `name`, which has a cap, passes it."""
+def longest_run(mixture: Mixture, name: str) -> float:
+    """Return the most tokens a run can have before the source `name` passes its cap; inf where it never does."""
     i = next(i for i, source in enumerate(mixture.sources) if source.name == name)
     source = mixture.sources[i]
     assert source.max_epochs is not None, "a source with a cap"
@@ -113,7 +113,22 @@ def longest_run(mixture: Mixture, name: str) -> int:
         if weight and (length is None or weight * length > left):
             return stage.start_tokens + left // weight
         left -= weight * (length or 0)
-    raise AssertionError("a run of this mixture passes the cap")
+    return math.inf
+
+
+def _told(source: Repeated) -> str:
+    """Return the epochs of a source with as many digits as tell them from its cap, and three at least."""
+    digits = next((d for d in range(3, 9) if round(source.epochs, d) > source.max_epochs), 9)
+    return f"{source.epochs:.{digits}f}"
+
+
+def _dealt(length: int, weights: Sequence[int]) -> list[int]:
+    """Return what each source gives of `length` tokens: whole numbers that sum to it (largest remainder)."""
+    drawn = [weight * length // TABLE_SLOTS for weight in weights]
+    by_remainder = sorted(range(len(weights)), key=lambda i: (-(weights[i] * length % TABLE_SLOTS), i))
+    for i in by_remainder[: length - sum(drawn)]:
+        drawn[i] += 1
+    return drawn
 
 
 def rounded(part: int, whole: int) -> int:

@@ -26,9 +26,10 @@ from __future__ import annotations
 import difflib
 import itertools
 import math
+import os
 import re
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -37,6 +38,7 @@ from flame.config import parse_count
 from flame.errors import MixtureError, UsageError
 from flame.sampling.interleave import integer_weights
 from flame.sampling.mixture import DEFAULT_DATA_SEED, PACKINGS, WINDOWS, Mixture, Source, Stage
+from flame.sampling.mixture_file import paths_base
 from flame.sampling.sources import source_of
 from flame.sampling.weights import floored, ramp, tempered, unimax
 
@@ -45,6 +47,7 @@ UNIMAX_EPOCHS = 4.0
 _TOP = ("tokens", "data_seed", "sources", "stages")
 _SOURCE = ("corpus", "split", "max_epochs", "packing", "context_len")
 _STAGE = ("start", "ramp", "ramp_steps", "weights")
+_WEIGHTS = 'weights by name, "natural", "unimax", or {temperature = 3}'
 _BY_SIZE = ("temperature", "min_proportion", "unimax_epochs")
 
 
@@ -66,11 +69,13 @@ def read_recipe(path: Path, *, tokens: int | None = None, data_seed: int | None 
     try:
         value = tomllib.loads(path.read_text("utf-8"))
         _check_keys(value, _TOP, "")
-        length = tokens if tokens is not None else _maybe(value.get("tokens"), _tokens)
+        length = _tokens(value["tokens"], "tokens") if tokens is None and "tokens" in value else tokens
+        if length == 0:
+            _wrong("tokens", 0, "a run of 1 token or more")
         seed = data_seed if data_seed is not None else value.get("data_seed", DEFAULT_DATA_SEED)
         if type(seed) is not int:
             raise UsageError("the recipe is wrong at data_seed", got=repr(seed), expected="a whole number")
-        sources = _sources(value.get("sources"), path.parent)
+        sources = _sources(value.get("sources"), paths_base(path.parent))
         stages = _stages(value.get("stages"), sources, length)
         return Recipe(mixture=Mixture(data_seed=seed, sources=sources, stages=stages), tokens=length)
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -82,20 +87,25 @@ def read_recipe(path: Path, *, tokens: int | None = None, data_seed: int | None 
 
 
 def _sources(value: Any, folder: Path) -> tuple[Source, ...]:
+    if not isinstance(value, dict) or not value:
+        _wrong("sources", value, "a table of sources, such as [sources.web]")
     sources = []
-    for name, table in _table(value, "sources").items():
+    for name, table in value.items():
         table = _table(table, f"sources.{name}")
         _check_keys(table, _SOURCE, f"sources.{name}.")
         corpus, split, cap = table.get("corpus"), table.get("split", "train"), table.get("max_epochs")
-        if not isinstance(corpus, str) or not isinstance(split, str):
+        if not isinstance(corpus, str):
             _wrong(f"sources.{name}.corpus", corpus, "the path of a corpus folder")
+        if not isinstance(split, str):
+            _wrong(f"sources.{name}.split", split, "the name of a split, such as train")
         if cap is not None and not (_is_number(cap) and 0 < cap < math.inf):
             _wrong(f"sources.{name}.max_epochs", cap, "a number above 0")
         packed_len = _packed_len(table, f"sources.{name}")
         max_epochs = None if cap is None else float(cap)
-        sources.append(source_of(name, folder / corpus, split, max_epochs=max_epochs, packed_len=packed_len))
-    if not sources:
-        _wrong("sources", value, "a table of sources, such as [sources.web]")
+        path = Path(os.path.normpath(folder / corpus))
+        if not path.exists():
+            _wrong(f"sources.{name}.corpus", corpus, f"a corpus folder: there is no {path}")
+        sources.append(source_of(name, path, split, max_epochs=max_epochs, packed_len=packed_len))
     return tuple(sources)
 
 
@@ -103,8 +113,10 @@ def _packed_len(table: Mapping[str, Any], where: str) -> int | None:
     packing, context_len = table.get("packing", WINDOWS), table.get("context_len")
     if packing not in PACKINGS:
         _wrong(f"{where}.packing", packing, "one of " + ", ".join(PACKINGS))
-    if (packing == WINDOWS) != (context_len is None):
-        _wrong(f"{where}.context_len", context_len, 'the length of its packs, with packing = "best_fit" only')
+    if packing != WINDOWS and context_len is None:
+        _wrong(f"{where}.context_len", None, "the length of its packs, such as 4096")
+    if packing == WINDOWS and context_len is not None:
+        _wrong(f"{where}.context_len", context_len, 'packing = "best_fit" beside it')
     if context_len is not None and not (type(context_len) is int and context_len > 0):
         _wrong(f"{where}.context_len", context_len, "a whole number of tokens")
     return context_len
@@ -118,20 +130,20 @@ def _stages(value: Any, sources: Sequence[Source], tokens: int | None) -> tuple[
     for i, (earlier, start) in enumerate(itertools.pairwise(starts), start=1):
         if start <= earlier:
             _wrong(f"stages[{i}].start", tables[i]["start"], f"more than the {earlier:,} tokens of the stage before it")
+        if tokens is not None and start >= tokens:
+            _wrong(f"stages[{i}].start", tables[i]["start"], f"less than the {tokens:,} tokens of the run")
     ends = [*starts[1:], tokens]
     stages: list[Stage] = []
     for i, (table, start, end) in enumerate(zip(tables, starts, ends, strict=True)):
         _check_keys(table, _STAGE, f"stages[{i}].")
         wanted = _proportions(table.get("weights"), sources, None if end is None else end - start, f"stages[{i}]")
-        length = _maybe(table.get("ramp"), lambda text: _position(text, tokens, "ramp"))
-        if length is None and "ramp_steps" in table:
-            _wrong(f"stages[{i}].ramp_steps", table["ramp_steps"], "a ramp beside it")
-        if length is not None:
+        ramp = _ramp(table, f"stages[{i}]", tokens)
+        if ramp is not None:
+            length, num_steps = ramp
             if i == 0 or (end is not None and start + length > end):
                 _wrong(f"stages[{i}].ramp", table["ramp"], "a stage before it, and to end within its own")
             before = stages[-1].weights
-            steps = table.get("ramp_steps", RAMP_STEPS)
-            stages += ramp_stages(sources, before, wanted, start=start, length=length, num_steps=steps)
+            stages += ramp_stages(sources, before, wanted, start=start, length=length, num_steps=num_steps)
             start += length
         stages.append(Stage(start_tokens=start, weights=integer_weights([s.name for s in sources], wanted)))
     return tuple(stages)
@@ -150,14 +162,28 @@ def ramp_stages(
 
     `before` and `after` are weights: each counts as its share of their sum.
     """
-    if type(num_steps) is not int or not 0 < num_steps <= length:
-        raise UsageError("a ramp has a whole number of steps", got=num_steps, expected="1 or more, a token each")
+    assert 0 < num_steps <= length, "a ramp has a token a step"
     names = [source.name for source in sources]
     before, after = ([weight / math.fsum(weights) for weight in weights] for weights in (before, after))
     return [
         Stage(start_tokens=start + length * step // num_steps, weights=integer_weights(names, proportions))
         for step, proportions in enumerate(ramp(before, after, num_steps))
     ]
+
+
+def _ramp(table: Mapping[str, Any], where: str, tokens: int | None) -> tuple[int, int] | None:
+    """Return how many tokens and level steps a stage's ramp has, where it has one."""
+    if "ramp" not in table:
+        if "ramp_steps" in table:
+            _wrong(f"{where}.ramp_steps", table["ramp_steps"], "a ramp beside it")
+        return None
+    length = _position(table["ramp"], tokens, f"{where}.ramp")
+    num_steps = table.get("ramp_steps", RAMP_STEPS)
+    if type(num_steps) is not int or num_steps < 1:
+        _wrong(f"{where}.ramp_steps", num_steps, "a whole number of level steps, 1 or more")
+    if length < num_steps:
+        _wrong(f"{where}.ramp", table["ramp"], f"a token or more for each of its {num_steps} steps")
+    return length, num_steps
 
 
 def _start(table: Mapping[str, Any], number: int, tokens: int | None) -> int:
@@ -171,34 +197,44 @@ def _start(table: Mapping[str, Any], number: int, tokens: int | None) -> int:
 
 def _position(value: Any, tokens: int | None, where: str) -> int:
     """Return a number of tokens: `6B`, or `60%` of the run."""
-    if isinstance(value, str) and (match := re.fullmatch(r"([0-9.]+)\s*%", value.strip())):
-        if tokens is None:
-            _wrong(where, value, "tokens, as the recipe does not say how long the run is (tokens = …)")
-        return round(tokens * float(match.group(1)) / 100)
-    return _tokens(value)
+    if not isinstance(value, str) or not value.strip().endswith("%"):
+        return _tokens(value, where)
+    percent = value.strip().removesuffix("%").strip()
+    if not re.fullmatch(r"\d+(\.\d+)?", percent) or float(percent) > 100:
+        _wrong(where, value, 'tokens, such as "6B", or a part of the run from "0%" to "100%"')
+    if tokens is None:
+        _wrong(where, value, "tokens, as the recipe does not say how long the run is (tokens = …)")
+    return round(tokens * float(percent) / 100)
 
 
-def _tokens(value: Any) -> int:
+def _tokens(value: Any, where: str) -> int:
     if type(value) is int and value >= 0:
         return value
-    if isinstance(value, str):
-        return parse_count(value)
-    raise UsageError("the recipe has no number of tokens", got=repr(value), expected='such as "10B" or 10000000000')
+    try:
+        return parse_count(value if isinstance(value, str) else "")
+    except UsageError:
+        _wrong(where, value, 'a number of tokens, such as "10B" or 10_000_000_000')
 
 
 def _proportions(value: Any, sources: Sequence[Source], tokens: int | None, where: str) -> list[float]:
     """Return the proportions that `weights` stands for; `tokens` is how long the stage is, where that is known."""
     if isinstance(value, str) and value in ("natural", "unimax"):
         value = {"temperature": 1.0} if value == "natural" else {"unimax_epochs": UNIMAX_EPOCHS}
-    table = _table(value, f"{where}.weights")
+    if not isinstance(value, dict):
+        _wrong(f"{where}.weights", value, _WEIGHTS)
+    table: dict[str, Any] = value
     names = [source.name for source in sources]
     if table and table.keys() <= set(_BY_SIZE) and not table.keys() & set(names):
         return _by_size(table, [source.num_tokens for source in sources], tokens, where)
     _check_keys(table, names, f"{where}.weights.")
     if not table or not all(_is_number(weight) for weight in table.values()):
-        _wrong(f"{where}.weights", value, 'weights by name, "natural", "unimax", or {temperature = 3}')
+        _wrong(f"{where}.weights", value, _WEIGHTS)
     weights = [float(table.get(name, 0)) for name in names]
-    integer_weights(names, weights)  # names the one that is no weight
+    try:
+        integer_weights(names, weights)  # names the one that is no weight
+    except UsageError as error:
+        what = f"{error.what}, at {where}.weights"
+        raise UsageError(what, got=error.got, expected=error.expected, fix=error.fix) from None
     return weights
 
 
@@ -233,10 +269,6 @@ def _table(value: Any, where: str) -> dict[str, Any]:
         _wrong(where, value, "a table")
     table: dict[str, Any] = value
     return table
-
-
-def _maybe(value: Any, read: Callable[[Any], int]) -> int | None:
-    return None if value is None else read(value)
 
 
 def _is_number(value: Any) -> bool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from flame.sampling.interleave import TABLE_SLOTS
+
 
 def tempered(num_tokens: Sequence[int], temperature: float) -> list[float]:
     """Return proportions: tokens to the power of 1/temperature, normalised. Source: Conneau & Lample 2019 (XLM)."""
@@ -32,13 +34,17 @@ def unimax(num_tokens: Sequence[int], budget: int, max_epochs: float) -> list[fl
     """Return proportions that spread `budget` tokens evenly, but draw no source more than `max_epochs` times.
 
     The smallest sources reach their cap first; what they leave is spread evenly over the others. Where all sources
-    together, repeated `max_epochs` times, are less than the budget, each is in proportion to its tokens. Source: Chung
-    et al. 2023 (UniMax).
+    together, repeated `max_epochs` times, are less than the budget, each is in proportion to its tokens. A share at its
+    cap is rounded down to whole slots of the table, so that the weights do not pass the cap. Source: Chung et al. 2023
+    (UniMax).
     """
     left, drawn = float(budget), [0.0] * len(num_tokens)
+    enough = max_epochs * sum(num_tokens) > budget
     by_size = sorted(range(len(num_tokens)), key=lambda i: (num_tokens[i], i))
     for position, i in enumerate(by_size):
-        drawn[i] = min(left / (len(by_size) - position), max_epochs * num_tokens[i])
+        cap, even = max_epochs * num_tokens[i], left / (len(by_size) - position)
+        slots = int(cap) * TABLE_SLOTS // budget if enough else 0
+        drawn[i] = even if even <= cap else slots * budget / TABLE_SLOTS if slots else cap
         left -= drawn[i]
     total = math.fsum(drawn)
     return [tokens / total for tokens in drawn]

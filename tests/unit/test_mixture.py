@@ -328,6 +328,12 @@ def test_a_plan_counts_tokens_documents_and_epochs() -> None:
     assert [row.tokens_drawn for row in plan_stages(made, [10, 10], None)[0]] == [None, None]
 
 
+def test_what_a_plan_draws_sums_to_the_run() -> None:
+    made = mixture(stage(0, HALF, HALF), stage(333, HALF + 1, HALF - 1))
+    plans = plan_stages(made, [None, None], 666)
+    assert [[row.tokens_drawn for row in plan] for plan in plans] == [[167, 166], [167, 166]]
+
+
 def test_a_plan_adds_its_stages_up() -> None:
     made = mixture(stage(0, TABLE_SLOTS, 0), stage(500, 0, TABLE_SLOTS))
     first, second = plan_stages(made, [1, 1], 1500)
@@ -345,3 +351,8 @@ def test_a_plan_beyond_a_cap_is_refused() -> None:
     check_epochs(made, 2500)
     with pytest.raises(MixtureError, match=r"'a': 1.501 epochs of at most 1.5; for 2,501 tokens.*at most 2,500 tokens"):
         check_epochs(made, 2501)
+    barely = mixture(stage(0, HALF, HALF), sources=(source("a", 10**7, max_epochs=2.0), source("b")))
+    with pytest.raises(MixtureError, match=r"'a': 2.0000001 epochs of at most 2; for 40,000,002 tokens"):
+        check_epochs(barely, 4 * 10**7 + 2)
+    never = mixture(stage(0, 0, TABLE_SLOTS), sources=(source("a", max_epochs=1.0), source("b")))
+    assert longest_run(never, "a") == math.inf
