@@ -2,8 +2,8 @@
 
 fla offers each as a `torch.autograd.Function`, which `torch.compile` may not enter. An operator here calls that very
 function, forward and backward, and hands what it keeps between the two to the graph as tensors: results are the same
-to the last bit. What a graph must know of a function without running it stands in `KERNELS`, and is compared whenever
-one runs: a version of fla that keeps something else is an error, not a wrong gradient.
+to the last bit. What a graph must know of a function without running it stands in `flame/kernels/fla_functions.py`, and
+is compared whenever one runs: a version of fla that keeps something else is an error, not a wrong gradient.
 
 Packed documents come as `cu_seqlens`. How many chunks they make is data, for which fla waits for the device: here once
 a batch and not in each layer (`_one_object`, `_totals_known`).
@@ -14,8 +14,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -23,184 +22,7 @@ import torch
 from torch import Tensor
 
 from flame.errors import TrainingError
-
-CHUNK = 64
-Tensors = Mapping[str, Tensor]
-Shapes = Mapping[str, tuple[Sequence[int], torch.dtype]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Kernel:
-    """One of fla's functions; names are those of its forward's parameters.
-
-    `inputs` are its tensors that have gradients: the first gives the output its dtype, `v` its shape. `settings` are
-    what callers choose beside `scale`, with their types in a schema; `options` is what is always so. `saved` is what
-    it keeps for backward, in its order: an input, `offsets` (`cu_seqlens`), `indices` (of the chunks), `-` for None,
-    or what it makes. `makes(inputs, chunk)` tells shapes and dtypes of the latter; nothing has the shape `_NOTHING`.
-    `stands_for` names, for an input that is not kept, what is kept and has its shape.
-    """
-
-    function: str
-    inputs: tuple[str, ...]
-    saved: str
-    makes: Callable[[Tensors, int], Shapes]
-    settings: Mapping[str, str] = field(default_factory=dict)
-    options: Mapping[str, Any] = field(default_factory=dict)
-    stands_for: Mapping[str, str] = field(default_factory=dict)
-    chunk: Callable[[Tensor], int] = lambda q: CHUNK
-    computed: Callable[[Tensors], Tensors] = lambda inputs: {}
-    """Further tensors of its forward, without gradients."""
-
-    @property
-    def kept(self) -> tuple[str, ...]:
-        """Return the names of what backward is given: inputs, and what forward made."""
-        return tuple(name for name in self.saved.split() if name not in ("offsets", "indices", "-"))
-
-    @property
-    def made(self) -> tuple[str, ...]:
-        return tuple(name for name in self.kept if name not in self.inputs)
-
-
-_NOTHING = (0,)
-_NEVER: dict[str, Any] = {
-    **dict.fromkeys(("initial_state", "hk0", "hv0", "cu_seqlens_cpu", "cp_context", "g_gamma")),
-    **dict.fromkeys(("output_final_state", "disable_recompute", "use_graph"), False),
-}
-
-
-# ---- what is known of fla's functions -------------------------------------------------------------------------------
-
-
-def _gla_chunk(q_BTHK: Tensor) -> int:
-    return CHUNK if q_BTHK.shape[1] > 32 else 32 if q_BTHK.shape[1] > 16 else 16
-
-
-def _gla_makes(x: Tensors, chunk: int) -> Shapes:
-    exact = x["g"].dtype == torch.float32  # of other gates backward takes the sum again
-    return {
-        "g_sum": (x["g"].shape if exact else _NOTHING, torch.float32),
-        "scores": ((*x["q"].shape[:3], chunk), torch.float32),
-    }
-
-
-def _normed(x: Tensors) -> dict[str, tuple[Sequence[int], torch.dtype]]:
-    """Return what is kept of queries and keys that the function itself gives the length 1."""
-    return {
-        "q_normed": (x["q"].shape, x["q"].dtype),
-        "q_factor": (x["q"].shape[:3], torch.float32),
-        "k_normed": (x["k"].shape, x["k"].dtype),
-        "k_factor": (x["k"].shape[:3], torch.float32),
-    }
-
-
-def _delta_rule_makes(x: Tensors, chunk: int) -> Shapes:
-    return {**_normed(x), "scores": ((*x["k"].shape[:3], chunk), x["k"].dtype)}
-
-
-def _gated_delta_rule_makes(x: Tensors, chunk: int) -> Shapes:
-    return {
-        **_normed(x),
-        "g_sum": (x["g"].shape, torch.float32),
-        "beta_used": (x["beta"].shape, torch.float32),
-        "scores": ((*x["v"].shape[:3], chunk), x["k"].dtype),
-    }
-
-
-def _kda_makes(x: Tensors, chunk: int) -> Shapes:
-    return {
-        **_normed(x),
-        "beta_used": (x["beta"].shape, torch.float32),
-        "scores": ((*x["v"].shape[:3], chunk), x["k"].dtype),
-        "inverse": ((*x["v"].shape[:3], chunk), x["k"].dtype),
-    }
-
-
-def _gsa_makes(x: Tensors, chunk: int) -> Shapes:
-    return {
-        "slots": (x["s"].shape, x["q"].dtype),
-        "weights": (x["s"].shape, torch.float32),
-        "scores": ((*x["q"].shape[:3], chunk), torch.float32),
-    }
-
-
-def _retention_decay(x: Tensors) -> Tensors:
-    """Return the logarithm of each head's decay, 1 − 2^(−5−h). Source: Sun et al. 2023, "Retentive Network"."""
-    head = torch.arange(x["q"].shape[2], dtype=torch.float32, device=x["q"].device)
-    return {"g_gamma": (1 - 2.0 ** (-5.0 - head)).log()}
-
-
-_NORMED = {"q": "q_normed", "k": "k_normed"}
-_IN_KERNEL = ("use_qk_l2norm_in_kernel", "use_beta_sigmoid_in_kernel", "use_gate_in_kernel", "state_v_first")
-
-KERNELS: dict[str, Kernel] = {
-    "gla": Kernel(
-        function="fla.ops.gla.chunk.ChunkGLAFunction",
-        inputs=("q", "k", "v", "g"),
-        saved="q k v g g_sum - scores indices",
-        makes=_gla_makes,
-        options={"state_v_first": True},
-        chunk=_gla_chunk,
-    ),
-    "delta_rule": Kernel(
-        function="fla.ops.delta_rule.chunk.ChunkDeltaRuleFunction",
-        inputs=("q", "k", "v", "beta"),
-        saved="q_normed q_factor k_normed k_factor v beta scores - offsets indices",
-        makes=_delta_rule_makes,
-        options={"use_qk_l2norm_in_kernel": True},
-        stands_for=_NORMED,
-    ),
-    "gated_delta_rule": Kernel(
-        function="fla.ops.gated_delta_rule.chunk.ChunkGatedDeltaRuleFunction",
-        inputs=("q", "k", "v", "g", "beta", "A_log", "dt_bias"),
-        saved="q_normed q_factor k_normed k_factor v g_sum beta beta_used scores - offsets indices g A_log dt_bias",
-        makes=_gated_delta_rule_makes,
-        settings={"allow_neg_eigval": "bool"},
-        options=dict.fromkeys(_IN_KERNEL, True),
-        stands_for=_NORMED,
-    ),
-    "kda": Kernel(
-        function="fla.ops.kda.chunk.ChunkKDAFunction",
-        inputs=("q", "k", "v", "g", "beta", "A_log", "dt_bias"),
-        saved="q_normed q_factor k_normed k_factor v - g beta beta_used A_log dt_bias scores inverse"
-        " - - - - - - - offsets indices -",
-        makes=_kda_makes,
-        settings={"allow_neg_eigval": "bool", "safe_gate": "bool", "lower_bound": "float?"},
-        options=dict.fromkeys(_IN_KERNEL, True),
-        stands_for=_NORMED,
-    ),
-    "gsa": Kernel(
-        function="fla.ops.gsa.chunk.ChunkGSAFunction",
-        inputs=("q", "k", "v", "s", "g"),
-        saved="q k v s g slots weights scores - - - - indices",
-        makes=_gsa_makes,
-        options={"checkpoint_level": 2},
-    ),
-    "retention": Kernel(
-        function="fla.ops.simple_gla.chunk.ChunkSimpleGLAFunction",
-        inputs=("q", "k", "v"),
-        saved="q k v - decay - indices",
-        makes=lambda x, chunk: {"decay": (x["q"].shape[2:3], torch.float32)},
-        options={"state_v_first": False, "g": None},
-        computed=_retention_decay,
-    ),
-    "simple_gla": Kernel(
-        function="fla.ops.simple_gla.chunk.ChunkSimpleGLAFunction",
-        inputs=("q", "k", "v", "g"),
-        saved="q k v g_sum - - indices",
-        makes=lambda x, chunk: {"g_sum": (x["g"].shape, torch.float32)},
-        options={"state_v_first": False},
-        stands_for={"g": "g_sum"},
-    ),
-    "rwkv7": Kernel(
-        function="fla.ops.generalized_delta_rule.dplr.chunk.ChunkDPLRDeltaRuleFunction",
-        inputs=("q", "k", "v", "a", "b", "gk"),
-        saved="q k v a b gk -",
-        makes=lambda x, chunk: {},
-        settings={"lower_bound": "float?"},
-        options={"safe_gate": True},
-    ),
-}
-"""fla's functions by the names that their operators have in `torch.ops.flame`."""
+from flame.kernels.fla_functions import KERNELS, NEVER, NOTHING, Kernel, Shapes, Tensors
 
 OPERATORS = tuple(f"flame::linear_{name}" for name in KERNELS)
 
@@ -249,7 +71,7 @@ def _forward(kernel: Kernel, *arguments: Any) -> tuple[Tensor, ...]:
     offsets = None if offsets is None else _one_object(offsets)
     function, parameters = _loaded(kernel.function)
     context = _Context()
-    options = {**_NEVER, **kernel.options, **settings, "chunk_size": kernel.chunk(inputs["q"])}
+    options = {**NEVER, **kernel.options, **settings, "chunk_size": kernel.chunk(inputs["q"])}
     given = {**options, **inputs, **kernel.computed(inputs), "cu_seqlens": offsets}
     out, *_ = function.forward(context, **{key: value for key, value in given.items() if key in parameters})
     made = kernel.makes(inputs, options["chunk_size"])
@@ -264,7 +86,7 @@ def _made(kernel: Kernel, saved: Sequence[Tensor | None], inputs: Tensors, made:
     for name, tensor in zip(names, saved, strict=len(saved) == len(names)):
         if name in made:
             shape, dtype = made[name]
-            found[name] = inputs["q"].new_empty(_NOTHING, dtype=dtype) if tensor is None else tensor
+            found[name] = inputs["q"].new_empty(NOTHING, dtype=dtype) if tensor is None else tensor
             right = tuple(found[name].shape) == tuple(shape) and found[name].dtype == dtype
         else:
             right = tensor is None or name in ("offsets", "indices") or tensor is inputs.get(name)
@@ -293,13 +115,13 @@ def _backward(kernel: Kernel, d_out: Tensor, *arguments: Any) -> tuple[Tensor, .
     function, parameters = _loaded(kernel.function)
     chunk = kernel.chunk(kept[kernel.stands_for.get("q", "q")])
     context = _Context()
-    vars(context).update({**_NEVER, **kernel.options, **settings, "chunk_size": chunk})
+    vars(context).update({**NEVER, **kernel.options, **settings, "chunk_size": chunk})
     vars(context).update(_fwd_used_autocast=False, _dtype=None)
     if offsets is not None:
         context.cu_seqlens = _one_object(offsets)
         context.chunk_indices = _chunk_indices(context.cu_seqlens, chunk)
     known = {"offsets": context.cu_seqlens, "indices": context.chunk_indices, "-": None}
-    present = {name: tensor if tensor.shape != _NOTHING else None for name, tensor in kept.items()}
+    present = {name: tensor if tensor.shape != NOTHING else None for name, tensor in kept.items()}
     context.save_for_backward(*({**known, **present}[name] for name in kernel.saved.split()))
     gradients = dict(zip(parameters, function.backward(context, d_out, None), strict=True))
     return tuple(

@@ -16,10 +16,12 @@ from flame.train.log import log
 
 def _construct_fla(config: PretrainedConfig, attention: str) -> PreTrainedModel:
     from flame.train.fla_modules import flash_attention_not_needed, replace_attention  # imports fla: seconds
+    from flame.train.fla_short_convolution import replace_short_convolutions
 
     with flash_attention_not_needed():
         model = from_config(config)
     replace_attention(model, attention)
+    replace_short_convolutions(model)
     return model
 
 
@@ -165,7 +167,7 @@ FLA_FAMILIES: dict[str, Family] = {
     "hgrn2": _FLA_LINEAR,
     "kda": _FLA_LINEAR,
     "retnet": _FLA_LINEAR,
-    "rwkv7": _FLA_CUT,
+    "rwkv7": _FLA_LINEAR,
     "stickbreaking_attn": _FLA_CUT,
     "mamba": _FLA_MAMBA,
     "mamba2": _FLA_MAMBA2,
