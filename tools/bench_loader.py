@@ -38,10 +38,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from flame.sampling.geometry import BatchGeometry
 from flame.sampling.interleave import integer_weights
 from flame.sampling.mixture import Mixture, Stage
 from flame.sampling.packing import PackedBatch, pack_windows
-from flame.sampling.sampler import BatchGeometry, Sampler
+from flame.sampling.sampler import Sampler
 from flame.sampling.sources import open_mixture, source_of
 from flame.shards.format import DEFAULT_SHARD_TOKENS, HEADER_BYTES, TOKEN_DTYPE, tokens_path
 from flame.shards.manifest import Manifest, SplitInfo, TokenizerInfo, write_manifest

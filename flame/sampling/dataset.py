@@ -14,10 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flame.errors import UsageError
+from flame.sampling.geometry import BatchGeometry, sample_indices
 from flame.sampling.mixture import Mixture
 from flame.sampling.mixture_file import read_mixture
 from flame.sampling.packing import PackedBatch, pack_windows
-from flame.sampling.sampler import MAX_SAMPLES, BatchGeometry, Sampler, check_packs, sample_indices
+from flame.sampling.sampler import MAX_SAMPLES, Sampler, check_packs
 from flame.sampling.sources import open_mixture
 
 

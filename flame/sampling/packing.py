@@ -9,7 +9,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from flame.sampling.sampler import BatchGeometry, Sampler
+from flame.sampling.geometry import BatchGeometry
+from flame.sampling.sampler import Sampler
 from flame.shards.packed import PackedSplit
 from flame.shards.reader import Split
 

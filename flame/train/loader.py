@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flame.errors import TrainingError
+from flame.sampling.geometry import BatchGeometry, sample_indices
 from flame.sampling.packing import Memory, PackedBatch, pack_windows
-from flame.sampling.sampler import BatchGeometry, Sampler, sample_indices
+from flame.sampling.sampler import Sampler
 from flame.shards.reader import Split
 
 _LOCATED_SAMPLES = 4096  # at once: locating has a fixed cost, and 4096 samples are 80 KB

@@ -8,8 +8,8 @@ import torch
 
 from flame.errors import UsageError
 from flame.files import free_bytes
+from flame.sampling.geometry import BatchGeometry
 from flame.sampling.position import DataPosition
-from flame.sampling.sampler import BatchGeometry
 from flame.train.beginning import Beginning, find_beginning
 from flame.train.checkpoint import TrainState
 from flame.train.config import TrainConfig, flatten

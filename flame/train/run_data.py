@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from flame.sampling.geometry import BatchGeometry, default_window_len
 from flame.sampling.history import mixture_name
 from flame.sampling.mixture import Mixture
 from flame.sampling.mixture_file import read_mixture
 from flame.sampling.position import DataPosition, check_windows_drawn, data_position
-from flame.sampling.sampler import BatchGeometry, Sampler, check_packs, default_window_len
+from flame.sampling.sampler import Sampler, check_packs
 from flame.train.beginning import Beginning
 from flame.train.checkpoint import DataSegment, TrainState
 from flame.train.checkpoint_files import Choice

@@ -12,9 +12,10 @@ import torch
 from torch.optim import Optimizer
 
 from flame.kernels.tuning import keep_tuned_configurations
+from flame.sampling.geometry import BatchGeometry
 from flame.sampling.history import Segment
 from flame.sampling.position import DataPosition
-from flame.sampling.sampler import BatchGeometry, Sampler
+from flame.sampling.sampler import Sampler
 from flame.train.beginning import Beginning, beginning_told, find_beginning, loads_moments
 from flame.train.checkpoint import TrainState, load_checkpoint
 from flame.train.checkpoint_files import abandon_later

@@ -18,8 +18,9 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from flame.errors import TokenizerError, TrainingError
+from flame.sampling.geometry import BatchGeometry
 from flame.sampling.packing import PackedBatch, pack_windows
-from flame.sampling.sampler import BatchGeometry, num_windows
+from flame.sampling.sampler import num_windows
 from flame.shards.reader import Split
 from flame.shards.token_bytes import token_bytes
 from flame.shards.tokenizer import load_tokenizer

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from flame.sampling.sampler import BatchGeometry, Sampler
+from flame.sampling.geometry import BatchGeometry
+from flame.sampling.sampler import Sampler
 from flame.sampling.sources import mixture_of_corpora, open_mixture
 from flame.train.loader import StepLoader
 from tests.corpora import make_corpus

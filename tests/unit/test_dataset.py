@@ -16,10 +16,11 @@ from torch.utils.data import DataLoader
 
 from flame.errors import MixtureError, UsageError
 from flame.sampling.dataset import MixtureDataset, Sample, rank_samples, samples_per_step
+from flame.sampling.geometry import BatchGeometry, sample_indices
 from flame.sampling.mixture import Mixture
 from flame.sampling.mixture_file import write_mixture
 from flame.sampling.packing import pack
-from flame.sampling.sampler import BatchGeometry, Sampler, sample_indices
+from flame.sampling.sampler import Sampler
 from flame.sampling.sources import mixture_of_corpora, open_mixture
 from flame.train.dataset import RankSampler, TorchDataset, collate, collate_packed
 from flame.train.loader import StepLoader

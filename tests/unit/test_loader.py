@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from flame.errors import CorpusError, TrainingError
+from flame.sampling.geometry import BatchGeometry, sample_indices
 from flame.sampling.mixture import Mixture, Stage
 from flame.sampling.packing import IGNORE_INDEX, pack
-from flame.sampling.sampler import BatchGeometry, Sampler, sample_indices
+from flame.sampling.sampler import Sampler
 from flame.sampling.sources import mixture_of_corpora, open_mixture
 from flame.shards.format import tokens_path
 from flame.shards.reader import Split

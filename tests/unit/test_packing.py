@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from flame.errors import CorpusError
+from flame.sampling.geometry import BatchGeometry, sample_indices
 from flame.sampling.packing import IGNORE_INDEX, PackedBatch, cut_sequences, pack, pack_windows
-from flame.sampling.sampler import BatchGeometry, Sampler, sample_indices
+from flame.sampling.sampler import Sampler
 from flame.sampling.sources import mixture_of_corpora, open_mixture
 from flame.shards.format import HEADER_BYTES, ends_path
 from flame.shards.reader import Corpus, Split

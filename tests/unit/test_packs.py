@@ -20,10 +20,11 @@ from flame.preprocess.best_fit import best_fit_decreasing
 from flame.preprocess.pack import pack_split
 from flame.preprocess.pack_groups import cut_into_pieces
 from flame.sampling.dataset import MixtureDataset
+from flame.sampling.geometry import BatchGeometry
 from flame.sampling.mixture_file import mixture_to_json, read_mixture, write_mixture
 from flame.sampling.packing import IGNORE_INDEX, pack
 from flame.sampling.recipe import read_recipe
-from flame.sampling.sampler import BatchGeometry, Sampler
+from flame.sampling.sampler import Sampler
 from flame.sampling.sources import mixture_of_corpora
 from flame.shards.packed import open_packed
 from flame.shards.packs import packs_folder

@@ -12,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flame.errors import MixtureError, UsageError
+from flame.sampling.geometry import BatchGeometry, default_window_len, sample_indices
 from flame.sampling.interleave import TABLE_SLOTS, integer_weights
 from flame.sampling.mixture import Mixture, Packs, Source, Stage
 from flame.sampling.permutation import epoch_key, epoch_offset, permute
-from flame.sampling.sampler import BatchGeometry, Sampler, default_window_len, num_windows, sample_indices
+from flame.sampling.sampler import Sampler, num_windows
 from flame.shards.reader import Split
 
 VECTOR_OF_VERSION_1 = [

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from flame.sampling.geometry import BatchGeometry, sample_indices
 from flame.sampling.mixture import Mixture, Source, Stage, first_sample
-from flame.sampling.sampler import BatchGeometry, Sampler, Samples, sample_indices
+from flame.sampling.sampler import Sampler, Samples
 from flame.shards.reader import Split
 from tests.unit.test_interleave import any_slots, worst_prefix_error
 from tests.unit.test_sampler import Length, make_mixture

@@ -55,7 +55,8 @@ import itertools, sys
 from pathlib import Path
 import torch
 from flame.sampling.mixture_file import read_mixture
-from flame.sampling.sampler import BatchGeometry, Sampler
+from flame.sampling.geometry import BatchGeometry
+from flame.sampling.sampler import Sampler
 from flame.sampling.sources import open_mixture
 from flame.train.loader import StepLoader
 

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from flame.sampling.geometry import BatchGeometry
 from flame.sampling.packing import IGNORE_INDEX, pack_windows
-from flame.sampling.sampler import BatchGeometry, Sampler
+from flame.sampling.sampler import Sampler
 from flame.sampling.sources import mixture_of_corpora, open_mixture
 from flame.shards.format import END_DTYPE, HEADER_BYTES, TOKEN_DTYPE, ends_path, npy_header, tokens_path
 from flame.shards.manifest import Manifest, ShardInfo, SplitInfo, write_manifest
