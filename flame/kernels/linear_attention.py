@@ -82,15 +82,17 @@ def _forward(kernel: Kernel, *arguments: Any) -> tuple[Tensor, ...]:
 def _made(kernel: Kernel, saved: Sequence[Tensor | None], inputs: Tensors, made: Shapes) -> list[Tensor]:
     """Return what the function made for its backward, or raise if it is not what `KERNELS` says."""
     names = kernel.saved.split()
+    if len(saved) != len(names):
+        raise _another_fla(kernel, f"it keeps {len(saved)} tensors for backward, and not {len(names)}")
     found = {}
-    for name, tensor in zip(names, saved, strict=len(saved) == len(names)):
+    for name, tensor in zip(names, saved, strict=True):
         if name in made:
             shape, dtype = made[name]
             found[name] = inputs["q"].new_empty(NOTHING, dtype=dtype) if tensor is None else tensor
             right = tuple(found[name].shape) == tuple(shape) and found[name].dtype == dtype
         else:
             right = tensor is None or name in ("offsets", "indices") or tensor is inputs.get(name)
-        if not right or len(saved) != len(names):
+        if not right:
             raise _another_fla(kernel, f"{name} is not kept as it is known to be")
     return list(found.values())
 
@@ -105,7 +107,7 @@ def _compare_attributes(kernel: Kernel, context: _Context, options: Mapping[str,
 
 def _another_fla(kernel: Kernel, what: str) -> TrainingError:
     return TrainingError(
-        f"{kernel.function} is not as flame/kernels/linear_attention.py knows it: {what}",
+        f"{kernel.function} is not as flame/kernels/fla_functions.py knows it: {what}",
         fix="Take the version of flash-linear-attention in flame's lock file, or train without --training.compile",
     )
 
@@ -190,7 +192,7 @@ def _loaded(function: str) -> tuple[Any, tuple[str, ...]]:
     return loaded, tuple(inspect.signature(loaded.forward).parameters)[1:]
 
 
-_recent: deque[Tensor] = deque(maxlen=4)
+_recent: deque[tuple[Tensor, tuple[Any, ...]]] = deque(maxlen=4)
 
 
 def _one_object(offsets: Tensor) -> Tensor:
@@ -200,16 +202,12 @@ def _one_object(offsets: Tensor) -> Tensor:
     one for the same memory. While a tensor is remembered here its memory is not used again, so that equal address,
     shape and version mean equal offsets.
     """
-    for known in _recent:
-        if known is offsets or (
-            known.data_ptr() == offsets.data_ptr()
-            and known.shape == offsets.shape
-            and known.dtype == offsets.dtype
-            and known._version == offsets._version
-        ):
+    mark = (offsets.data_ptr(), offsets.shape, offsets.dtype, offsets._version)
+    for known, known_mark in _recent:
+        if known_mark == mark:
             return known
-    _recent.append(offsets)
-    return offsets
+    _recent.append((offsets.detach(), mark))
+    return _recent[-1][0]
 
 
 def _chunk_indices(offsets: Tensor, chunk: int) -> Tensor:

@@ -1,0 +1,206 @@
+"""Operators around fla's chunk kernels, in Triton's interpreter: fla's own bits, one graph, nothing computed twice."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("fla")
+
+from flame.errors import TrainingError
+from flame.kernels import linear_attention as own
+from flame.kernels.fla_functions import KERNELS
+from tests.triton_interpreter import interpreted
+
+# One process for all: its imports cost more than a kernel does.
+PROGRAM = """
+import json, warnings
+import torch
+import torch.nn.functional as F
+warnings.simplefilter("ignore")
+import fla
+from fla.ops import delta_rule, gated_delta_rule, gla, gsa, kda, retention, rwkv7, simple_gla
+from torch._dynamo.utils import counters
+from torch.distributed.device_mesh import init_device_mesh
+from flame.kernels import fla_functions
+from flame.kernels import linear_attention as own
+from flame.kernels import varlen_attention
+from flame.train.families import FAMILIES
+from flame.train.fla_traceable_rwkv7 import _LOWEST_DECAY
+from flame.train.model import CausalLMLoss
+from flame.train.parallelize import parallelize
+from tests.fla_families import tiny_config
+from tests.unit.test_model import packed_batch
+from tests.unit.test_parallelize import process_group
+
+varlen_attention.MIN_PADDED_OFFSETS = 4
+T, K, V = 12, 16, 32
+OFFSETS = torch.tensor([0, 7, 12, 12], dtype=torch.int32)  # the last sequence is empty, as padding makes them
+torch.manual_seed(0)
+q, k, v, g = (torch.randn(1, T, 1, n, dtype=torch.bfloat16) for n in (K, K, V, K))
+one = torch.randn(1, T, 1, dtype=torch.bfloat16)
+number, wide = torch.randn(1), torch.randn(K)
+common = {"cu_seqlens": OFFSETS}
+in_kernel = dict.fromkeys(fla_functions._IN_KERNEL, True)
+CASES = {
+    "gla": ((q, k, v, F.logsigmoid(g)), lambda q, k, v, g: gla.chunk_gla(q, k, v, g, state_v_first=True, **common), {}),
+    "delta_rule": (
+        (q, k, v, one.sigmoid()),
+        lambda q, k, v, b: delta_rule.chunk_delta_rule(q, k, v, b, use_qk_l2norm_in_kernel=True, **common),
+        {},
+    ),
+    "gated_delta_rule": (
+        (q, k, v, one, one, number, number),
+        lambda q, k, v, g, b, a, d: gated_delta_rule.chunk_gated_delta_rule(
+            q, k, v, g, b, A_log=a, dt_bias=d, **in_kernel, **common
+        ),
+        {"allow_neg_eigval": False},
+    ),
+    "kda": (
+        (q, k, v, g, one, number, wide),
+        lambda q, k, v, g, b, a, d: kda.chunk_kda(q, k, v, g, b, A_log=a, dt_bias=d, **in_kernel, **common),
+        {"allow_neg_eigval": False, "safe_gate": False, "lower_bound": None},
+    ),
+    "gsa": ((q, k, v, g, F.logsigmoid(g)), lambda q, k, v, s, g: gsa.chunk_gsa(q, k, v, s, g, **common), {}),
+    "retention": ((q, k, v), lambda q, k, v: retention.chunk_retention(q, k, v, **common), {}),
+    "simple_gla": (
+        (q, k, v, F.logsigmoid(one)),
+        lambda q, k, v, g: simple_gla.chunk_simple_gla(q, k, v, g, **common),
+        {},
+    ),
+    "rwkv7": (
+        (q, k, v, 0.1 * g, 0.1 * k, _LOWEST_DECAY * g.sigmoid()),
+        lambda q, k, v, a, b, w: rwkv7.chunk_rwkv7(
+            q, w, k, v, a, b, scale=K**-0.5, safe_gate=True, lower_bound=_LOWEST_DECAY, chunk_size=64, **common
+        ),
+        {"lower_bound": _LOWEST_DECAY},
+    ),
+}
+
+
+def differentiated(function, inputs):
+    inputs = [x.clone().requires_grad_() for x in inputs]
+    out = function(*inputs)
+    weight = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
+    return out, *torch.autograd.grad((out * weight).sum(), inputs)
+
+
+def bits():
+    found = {}
+    for name, (inputs, theirs, settings) in CASES.items():
+        expected = differentiated(lambda *x: theirs(*x)[0], inputs)
+        ours = differentiated(lambda *x: own.linear_attention(name, *x, **common, **settings), inputs)
+        found[name] = [torch.equal(a, b) for a, b in zip(expected, ours, strict=True)]
+    return found
+
+
+def opcheck():
+    # with gates in fp32 the sum of gates is kept, in place of the gates themselves
+    inputs = [x.float().requires_grad_() for x in CASES["gla"][0]]
+    utilities = ("test_schema", "test_faketensor", "test_autograd_registration")
+    return torch.library.opcheck(own._OPERATOR["gla"], (*inputs, OFFSETS, 1.0), test_utils=utilities)
+
+
+def steps():
+    # eager, by fla's own modules; and compiled, whose activations but for what costs most are computed again
+    losses, calls = {}, []
+    run = own._loaded
+    own._loaded = lambda function: calls.append(function) or run(function)
+    in_place = torch.nn.Module.compile
+    torch.nn.Module.compile = lambda block: in_place(block, backend="aot_eager")
+    for way, options in {
+        "eager": {},
+        "compiled": {"compile_blocks": True, "checkpoint_mode": "selective", "checkpoint_option": "op"},
+    }.items():
+        torch.manual_seed(1)
+        config = tiny_config("gla", num_hidden_layers=3)
+        family = FAMILIES["gla"]
+        module = CausalLMLoss(family.construct(config, "sdpa").train(), family, "torch")
+        mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp_replicate", "dp_shard"))
+        parallelize(module, mesh, device=torch.device("cpu"), param_dtype=torch.float32, **options)
+        optimizer = torch.optim.SGD(module.parameters(), lr=1e-4)
+        losses[way] = []
+        for lengths in ([9, 1, 6], [16]):
+            calls.clear()
+            batch = packed_batch(lengths)
+            loss, *_ = module(**batch)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[way].append(loss.item())
+        losses[way].append(module(**batch)[0].item())
+    graphs, breaks = counters["stats"]["unique_graphs"], len(counters["graph_break"])
+    return {**losses, "calls": len(calls), "graphs": graphs, "breaks": breaks}
+
+
+facts = {"bits": bits(), "opcheck": opcheck()}
+with process_group(0, 1):
+    facts["steps"] = steps()
+print("FACTS" + json.dumps(facts))
+"""
+
+
+@pytest.fixture(scope="module")
+def facts() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(interpreted(PROGRAM).partition("FACTS")[2])
+    return found
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_an_operator_has_the_bits_of_flas_function(facts: dict[str, Any], name: str) -> None:
+    """Of the result, and of the gradient of each input."""
+    assert facts["bits"][name] == [True] * (1 + len(KERNELS[name].inputs))
+
+
+def test_an_operator_is_what_torch_expects(facts: dict[str, Any]) -> None:
+    assert set(facts["opcheck"].values()) == {"SUCCESS"}
+
+
+def test_compiled_steps_are_those_of_flas_own_modules(facts: dict[str, Any]) -> None:
+    """Two steps and the loss after them, of three layers that share a graph, with other documents in each step."""
+    steps = facts["steps"]
+    assert steps["compiled"] == pytest.approx(steps["eager"], rel=1e-6)
+    assert len(set(steps["eager"])) == 3
+    assert (steps["graphs"], steps["breaks"]) == (1, 0)
+
+
+def test_what_a_kernel_made_is_not_computed_again(facts: dict[str, Any]) -> None:
+    """Three layers, forward and backward, and forward once more; a repetition would be three further calls."""
+    assert facts["steps"]["calls"] == 9
+
+
+def test_a_function_that_keeps_something_else_is_an_error() -> None:
+    kernel = KERNELS["retention"]
+    q, k, v = (torch.zeros(1, 4, 2, 8) for _ in range(3))
+    inputs, made = {"q": q, "k": k, "v": v}, kernel.makes({"q": q, "k": k, "v": v}, 64)
+    right = (q, k, v, None, torch.zeros(2), None, torch.zeros(1, 2))
+    assert own._made(kernel, right, inputs, made)[0] is right[4]
+    for wrong in (right[:-1], (*right[:3], q, *right[4:]), (*right[:4], torch.zeros(3), *right[5:]), (k, *right[1:])):
+        with pytest.raises(TrainingError, match=r"is not as flame/kernels/fla_functions\.py knows it"):
+            own._made(kernel, wrong, inputs, made)
+    context = own._Context()
+    vars(context).update(scale=1.0, chunk_size=32)
+    with pytest.raises(TrainingError, match="it keeps chunk_size = 32"):
+        own._compare_attributes(kernel, context, {"scale": 1.0, "chunk_size": 64})
+
+
+def test_offsets_are_known_again_by_their_memory_until_it_is_written() -> None:
+    offsets = torch.tensor([0, 3, 5])
+    known = own._one_object(offsets)
+    assert own._one_object(offsets.detach()) is known and own._one_object(offsets.view(3)) is known
+    assert own._one_object(offsets[:2]) is not known and own._one_object(offsets.clone()) is not known
+    offsets[1] = 4
+    assert own._one_object(offsets) is not known
+
+
+def test_how_many_chunks_there_are_is_known_without_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fla.ops.common import chunk_h
+
+    own._totals_known()
+    offsets = chunk_h.prepare_chunk_offsets(torch.tensor([0, 65, 70]), 64)
+    assert offsets.tolist() == [0, 2, 3]
+    monkeypatch.setattr(offsets, "total", 7)  # what is asked for comes from the host, whatever the tensor holds
+    assert offsets[-1].item() == 7
