@@ -40,8 +40,8 @@ varlen_attention.MIN_PADDED_OFFSETS = 4
 T, K, V = 12, 16, 32
 OFFSETS = torch.tensor([0, 7, 12, 12], dtype=torch.int32)  # the last sequence is empty, as padding makes them
 torch.manual_seed(0)
-q, k, v, g = (torch.randn(1, T, 1, n, dtype=torch.bfloat16) for n in (K, K, V, K))
-one = torch.randn(1, T, 1, dtype=torch.bfloat16)
+q, k, v, g = (torch.randn(1, T, 1, n, dtype=torch.float16) for n in (K, K, V, K))
+one = torch.randn(1, T, 1, dtype=torch.float16)
 number, wide = torch.randn(1), torch.randn(K)
 common = {"cu_seqlens": OFFSETS}
 in_kernel = dict.fromkeys(fla_functions._IN_KERNEL, True)
