@@ -8,7 +8,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from flame.preprocess.inputs import classify
+from flame.preprocess.file_kinds import classify
 from flame.preprocess.plan import InputFile, Piece, cut_file
 from flame.preprocess.readers.columns import Columns
 from flame.preprocess.readers.formats import read_piece

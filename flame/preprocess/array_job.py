@@ -14,8 +14,8 @@ from typing import Any
 from flame.errors import CorpusError
 from flame.files import file_lock, sha256_of_json
 from flame.preprocess.config import BuildOptions
+from flame.preprocess.file_kinds import FoundFile
 from flame.preprocess.folder import PIECES, PLAN, PLAN_LOCK, check_folder, differences, input_differences
-from flame.preprocess.inputs import FoundFile
 from flame.preprocess.plan_file import (
     Plan,
     another_build,

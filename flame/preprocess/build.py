@@ -23,6 +23,7 @@ from flame.preprocess.engine_check import SMALL_INPUT_BYTES, require_installed
 from flame.preprocess.engine_screen import write_screen
 from flame.preprocess.engines import ENGINES
 from flame.preprocess.executors import EXECUTORS, Executor
+from flame.preprocess.file_kinds import FoundFile
 from flame.preprocess.folder import (
     LOCK,
     PLAN_LOCK,
@@ -32,7 +33,7 @@ from flame.preprocess.folder import (
     read_receipts,
     shards_of,
 )
-from flame.preprocess.inputs import FoundFile, find_inputs
+from flame.preprocess.inputs import find_inputs
 from flame.preprocess.local import LocalExecutor
 from flame.preprocess.plan import Task
 from flame.preprocess.plan_file import Plan, adopt, say_finished

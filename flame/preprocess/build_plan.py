@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from flame.preprocess.config import BuildOptions
-from flame.preprocess.inputs import FoundFile
+from flame.preprocess.file_kinds import FoundFile
 from flame.preprocess.plan import plan_tasks
 from flame.preprocess.plan_file import Plan, input_entry
 from flame.preprocess.readers.columns import Columns

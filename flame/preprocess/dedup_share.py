@@ -14,8 +14,8 @@ from flame.preprocess.array_job import shared_plan, shares_in_words
 from flame.preprocess.build_plan import make_plan, task_settings
 from flame.preprocess.config import BuildOptions
 from flame.preprocess.dedup_pass import hash_texts, not_hashed, tell_copies
+from flame.preprocess.file_kinds import FoundFile
 from flame.preprocess.folder import COPIES, LOCK
-from flame.preprocess.inputs import FoundFile
 from flame.preprocess.plan_file import Plan, say_finished
 from flame.preprocess.ranges import stretches
 from flame.preprocess.tokenizer import TokenizerSpec

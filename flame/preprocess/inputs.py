@@ -6,59 +6,21 @@ import glob
 import os
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from urllib.parse import unquote, urlsplit
 
 from flame.errors import UsageError
 from flame.preprocess import remote
+from flame.preprocess.file_kinds import READABLE, FoundFile, classify, is_known, is_note, natural_key
 from flame.preprocess.hub import hub_files
 from flame.preprocess.progress import log
 from flame.preprocess.remote import is_remote
 from flame.preprocess.saved import SAVED_NOTES, SPLITS, STATE, chosen_split, saved_files, split_names
-from flame.preprocess.storage import FileState, state_of
+from flame.preprocess.storage import FileState
 from flame.words import counted
 
-COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
-# These compress within themselves, and are not read from .gz or .zst.
-COLUMNAR_FORMATS = {
-    ".parquet": "parquet",
-    ".arrow": "arrow",
-    ".arrows": "arrow",
-    ".feather": "arrow",
-    ".ipc": "arrow",
-}
-FORMATS = COLUMNAR_FORMATS | {
-    ".jsonl": "jsonl",
-    ".ndjson": "jsonl",
-    ".json": "jsonl",
-    ".txt": "txt",
-    ".csv": "csv",
-    ".tsv": "tsv",
-}
-LATER = {".bz2": "bzip2", ".xz": "xz", ".tar": "tar", ".zip": "zip"}
-_METADATA_NAME = re.compile(
-    r"\..*|_.*|.*\.(md|lock|crc)|readme.*|licen[sc]e.*|(sha256|md5|check)sums?(\.txt)?"
-    r"|dataset_infos?\.json|dataset_dict\.json|state\.json",
-    re.IGNORECASE,
-)
-_READABLE = ".parquet, .arrow, .feather, or .jsonl, .txt, .csv, .tsv (these also as .gz and .zst)"
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _GENERIC_LOADERS = {"parquet", "arrow", "json", "csv", "text"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class FoundFile:
-    """A file to read: its path as named by the user, the reader's name and the compression, None for none."""
-
-    path: str
-    format: str
-    compression: str | None
-    state: FileState
-
-    @property
-    def size_bytes(self) -> int:
-        return self.state.size_bytes
 
 
 def find_inputs(
@@ -105,7 +67,7 @@ def find_inputs(
             files += [classify(path) for path in _files_of(path, data_dir, data_files, split, passed_over)]
     _refuse_twice(files)
     if not files:
-        raise UsageError("there is no file to read", where=", ".join(datasets), expected=_READABLE)
+        raise UsageError("there is no file to read", where=", ".join(datasets), expected=READABLE)
     if passed_over:
         number = len(passed_over)
         log(
@@ -156,7 +118,7 @@ def _listed(path: str) -> list[str]:
 
 def _is_hub_name(dataset: str, *, named: bool) -> bool:
     """Whether `org/name` means a hub dataset: a path that is there wins, and so does one into a folder that is."""
-    if not _HUB_NAME.fullmatch(dataset) or Path(dataset).exists() or _known(dataset):
+    if not _HUB_NAME.fullmatch(dataset) or Path(dataset).exists() or is_known(dataset):
         return False
     return named or not (Path(dataset).parent.exists() or dataset.startswith("."))
 
@@ -168,7 +130,7 @@ def _remote_files(
     folder = remote.join(url, data_dir or "")
     patterns = [remote.join(folder, pattern) for pattern in data_files] or [folder]
     found = {path: state for pattern in patterns for path, state in remote.find(pattern)}
-    if len(found) == 1 and not _METADATA_NAME.fullmatch(PurePosixPath(remote.name_of(next(iter(found)))).name):
+    if len(found) == 1 and not is_note(PurePosixPath(remote.name_of(next(iter(found)))).name):
         return [classify(path, _remote_state(state)) for path, state in found.items()]
     root = remote.folder_of(folder)
     known: list[str] = []
@@ -177,10 +139,10 @@ def _remote_files(
         names = path.removeprefix(root).strip("/").split("/")
         if names[-1] == SPLITS:
             raise _several_splits(path, [])
-        if any(_METADATA_NAME.fullmatch(name) for name in names):
+        if any(is_note(name) for name in names):
             passed_over.append(path)
         else:
-            (known if _known(names[-1]) else unknown).append(path)
+            (known if is_known(names[-1]) else unknown).append(path)
     _refuse_unknown(url, unknown)
     return [classify(path, _remote_state(found[path])) for path in known]
 
@@ -214,7 +176,7 @@ def _refuse_unknown(folder: str, unknown: list[str]) -> None:
             f"the folder holds {counted(len(unknown), 'file')} that no reader knows",
             where=folder,
             got=_some(sorted(unknown, key=natural_key)),
-            expected=_READABLE,
+            expected=READABLE,
             fix=f"Move them away, or name what to read by a pattern such as '{folder}/**/*.parquet'",
         )
 
@@ -242,7 +204,7 @@ def _matches(pattern: str, passed_over: list[str]) -> list[str]:
     for path in found:
         if Path(path).is_dir():
             paths |= set(_walk(path, passed_over))
-        elif not exists and _METADATA_NAME.fullmatch(Path(path).name):
+        elif not exists and is_note(Path(path).name):
             passed_over.append(path)
         else:
             paths.add(os.path.normpath(path))
@@ -261,8 +223,8 @@ def _walk(folder: str, passed_over: list[str]) -> Iterator[str]:
     """Yield the files of a folder and its subfolders; of one that `datasets` saved, those that are its rows."""
     unknown: list[str] = []
     for parent, folders, names in os.walk(folder, followlinks=True, onerror=_unreadable):
-        passed_over += [f"{Path(parent, name)}/" for name in folders if _METADATA_NAME.fullmatch(name)]
-        folders[:] = sorted(name for name in folders if not _METADATA_NAME.fullmatch(name))
+        passed_over += [f"{Path(parent, name)}/" for name in folders if is_note(name)]
+        folders[:] = sorted(name for name in folders if not is_note(name))
         rows = saved_files(Path(parent)) if STATE in names else None
         if SPLITS in names:
             raise _several_splits(parent, split_names(Path(parent)))
@@ -271,9 +233,9 @@ def _walk(folder: str, passed_over: list[str]) -> Iterator[str]:
             if rows is not None and (name.endswith(".arrow") or name in SAVED_NOTES):
                 if name not in SAVED_NOTES and path not in rows:
                     passed_over.append(path)
-            elif _METADATA_NAME.fullmatch(name):
+            elif is_note(name):
                 passed_over.append(path)
-            elif _known(name):
+            elif is_known(name):
                 yield path
             else:
                 unknown.append(path)
@@ -292,43 +254,3 @@ def _unreadable(error: OSError) -> None:
         got=error.strerror,
         fix="Get the right to read it, or name what to read by a pattern",
     ) from error
-
-
-def _known(name: str) -> bool:
-    """Whether `classify` has an answer for this name, be it that its format comes later."""
-    suffix, compression = _suffixes(name)
-    return suffix in FORMATS or (compression is None and suffix in LATER)
-
-
-def _suffixes(path: str) -> tuple[str, str | None]:
-    """Return what tells the format, "" for nothing, and the compression."""
-    name = PurePosixPath(remote.name_of(path).lower())
-    compression = COMPRESSIONS.get(name.suffix)
-    suffix = name.suffix if compression is None else name.with_suffix("").suffix
-    return ("" if compression is not None and suffix in COLUMNAR_FORMATS else suffix), compression
-
-
-def classify(path: str, state: FileState | None = None) -> FoundFile:
-    """Return the reader for a path by its name, and the file's state; `UsageError` where there is none."""
-    suffix, compression = _suffixes(path)
-    if suffix in FORMATS:
-        try:
-            state = state or state_of(path)
-        except FileNotFoundError as error:
-            raise UsageError("a link leads to no file", got=path, fix="Mend it, or remove it") from error
-        return FoundFile(path=path, format=FORMATS[suffix], compression=compression, state=state)
-    if suffix in LATER:
-        raise UsageError(
-            f"reading {LATER[suffix]} files is not available yet", got=path, fix="Convert them to parquet or jsonl"
-        )
-    raise UsageError("no reader knows this kind of file", got=path, expected=f"a name that ends in {_READABLE}")
-
-
-def natural_key(path: str) -> tuple[list[list[str | int]], str]:
-    """Sort key by which part-2 comes before part-10, folder by folder."""
-    return ([_natural(part) for part in Path(path).parts], path)
-
-
-def _natural(name: str) -> list[str | int]:
-    # re.split with a group alternates text and digits, so that equal positions hold equal types.
-    return [int(part) if index % 2 else part for index, part in enumerate(re.split(r"([0-9]+)", name))]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from flame.errors import InputError
-from flame.preprocess.inputs import FoundFile
+from flame.preprocess.file_kinds import FoundFile
 from flame.preprocess.limits import limited
 from flame.preprocess.plan import InputFile
 from flame.preprocess.readers.columns import Columns

@@ -8,7 +8,8 @@ import pytest
 from datasets import Dataset, DatasetDict
 
 from flame.errors import InputError, UsageError
-from flame.preprocess.inputs import FoundFile, find_inputs, natural_key
+from flame.preprocess.file_kinds import FoundFile, natural_key
+from flame.preprocess.inputs import find_inputs
 from flame.preprocess.storage import FileState
 
 NAMES = ["part-10.jsonl", "part-2.jsonl", "sub/part-1.jsonl.gz", "sub/part-1.parquet", "a.txt.zst", "part-2b.json"]

@@ -15,7 +15,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from flame.errors import InputError, UsageError
-from flame.preprocess.inputs import natural_key
+from flame.preprocess.file_kinds import natural_key
 from flame.preprocess.plan import InputFile, Piece
 from flame.preprocess.progress import log
 from flame.preprocess.readers.columns import Columns
