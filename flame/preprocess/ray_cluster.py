@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import socket
 import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -25,6 +26,7 @@ from flame.preprocess.task import TokenizeSettings
 from flame.preprocess.workers import ENVIRONMENT, Failure, Loaded, Request, Settings, failure_of
 
 MOST_TRIES = 3
+REACH_SECONDS = 30.0
 _tools: dict[str, Any] = {}  # of a process of Ray's: what a build's request loaded
 
 
@@ -114,15 +116,24 @@ def _connect() -> tuple[Any, bool]:
     if ray.is_initialized():
         return ray, False
     try:
+        _reach(os.environ.get("RAY_ADDRESS", ""))
         ray.init(address="auto", logging_level=logging.ERROR, log_to_driver=False)
-    except (ConnectionError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
+        address = os.environ.get("RAY_ADDRESS")
         raise FlameError(
             "there is no Ray cluster to run on",
-            where=os.environ.get("RAY_ADDRESS", "this machine"),
-            got=" ".join(str(error).split())[:200],
+            where=f"RAY_ADDRESS {address}" if address else "this machine, as RAY_ADDRESS is not set",
+            got=" ".join(str(error).split())[:200] if address else None,
             fix="Set RAY_ADDRESS to the cluster's address (HOST:6379), or start one: ray start --head",
         ) from error
     return ray, True
+
+
+def _reach(address: str) -> None:
+    """Raise `OSError` where nothing listens at HOST:PORT: Ray itself would try for more than five minutes."""
+    host, _, port = address.rpartition(":")
+    if host and port.isdigit() and "/" not in host:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=REACH_SECONDS).close()
 
 
 def _value(answer: Any, kind: type) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,6 +12,9 @@ from typing import Any
 
 import pytest
 
+from flame.errors import FlameError
+from flame.preprocess.ray_cluster import RayExecutor
+from flame.preprocess.workers import LoadRequest
 from flame.shards.manifest import read_manifest
 from tests.builds import PROJECT, build_here, command, environment, run_build, same_corpus, some_texts, write_jsonl
 from tests.engine_faults import dying_on
@@ -108,6 +112,20 @@ def test_without_the_package_the_line_that_installs_it_is_told(work: Path, tmp_p
         "pip install 'flame[ray]', here and on the nodes of the cluster."
     )
     assert not (tmp_path / "out").exists()
+
+
+def test_an_address_at_which_nothing_listens_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ray", reason="Ray is not installed")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
+    request = LoadRequest(engine="hf", tokenizer_json=b"", parse_special=False, screens=(), small_input=True)
+    with pytest.raises(FlameError) as told, RayExecutor(request, 1):
+        pass
+    assert str(told.value) == (
+        f"there is no Ray cluster to run on (in RAY_ADDRESS 127.0.0.1:{port}; got [Errno 111] Connection refused). Set "
+        "RAY_ADDRESS to the cluster's address (HOST:6379), or start one: ray start --head."
+    )
 
 
 def test_ray_is_imported_only_where_it_is_asked_for() -> None:
