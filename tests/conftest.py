@@ -17,6 +17,8 @@ from hypothesis import HealthCheck, settings
 
 from tests.tokenizers import write_tiny_tokenizer
 
+pytest.register_assert_rewrite("tests.promises")  # a failed assertion there tells its values
+
 settings.register_profile(
     "flame", deadline=None, derandomize=bool(os.environ.get("CI")), suppress_health_check=[HealthCheck.too_slow]
 )

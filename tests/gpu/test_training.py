@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.runs import LLAMA, arguments, losses_and_norms, make_training_folder, read_metrics, run_training, tensors_of
+from tests.runs import arguments, losses_and_norms, read_metrics, run_training, tensors_of
 from tests.tiny_states import differences
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Path) -> Path:
-    folder = make_training_folder(tmp_path_factory.mktemp("training"), tiny_tokenizer)
-    shape = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4}
-    (folder / "llama.json").write_text(json.dumps(LLAMA | shape))
-    return folder
 
 
 def test_a_resumed_run_is_bitwise_the_straight_one(folder: Path, tmp_path: Path) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import errno
 import itertools
-import json
-import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,8 @@ from flame.train.__main__ import main
 from flame.train.checkpoint import write_checkpoint
 from flame.train.checkpoint_tensors import StoredModel
 from flame.train.run import read_status
-from tests.runs import arguments, losses_and_norms, read_metrics, run_training, tensors_of
+from tests.promises import ranks_resume_from_what_was_saved_beside, same_checkpoints
+from tests.runs import arguments, losses_and_norms, read_metrics, tensors_of
 from tests.tiny_states import differences
 
 # Updates so large that a checkpoint of a step too late or too early differs in every tensor.
@@ -39,18 +38,12 @@ def straight(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
-def assert_same_checkpoints(run: Path, straight: Path, steps: range) -> None:
-    for step in steps:
-        one, other = (tensors_of(path / "checkpoint" / f"step-{step}") for path in (run, straight))
-        assert differences(one, other) == [], f"step {step}"
-
-
 @pytest.mark.parametrize("mode", ["async", "async_with_pinned_mem"])
 def test_a_save_at_every_step_beside_large_updates(folder: Path, straight: Path, tmp_path: Path, mode: str) -> None:
     run = tmp_path / "run"
     assert main(arguments(folder, run, **OPTIONS, checkpoint__async_mode=mode)) == 0
     assert losses_and_norms(run) == losses_and_norms(straight)
-    assert_same_checkpoints(run, straight, range(1, 6))
+    same_checkpoints(run, straight, range(1, 6))
     # What a save takes is told by the step after it.
     told = [(line["time_metrics/save(s)"], line["time_metrics/save_stall(s)"]) for line in read_metrics(run)]
     assert told[0] == (None, 0.0) and all(stalled > 0 for _, stalled in told[1:])
@@ -88,7 +81,7 @@ def test_a_slow_save_holds_what_was_staged_and_the_next_one_waits(
     assert main(arguments(folder, run, **OPTIONS, checkpoint__async_mode="async")) == 0
     updates_of_step_1.join()
     assert order == [(what, step) for step in range(1, 6) for what in ("begun", "written")], "one at a time"
-    assert_same_checkpoints(run, straight, range(1, 6))
+    same_checkpoints(run, straight, range(1, 6))
 
 
 def test_a_save_that_fails_beside_training_stops_it_with_the_reason(
@@ -108,21 +101,7 @@ def test_a_save_that_fails_beside_training_stops_it_with_the_reason(
 
 
 def test_two_ranks_resume_from_what_was_saved_beside(folder: Path, tmp_path: Path) -> None:
-    options = OPTIONS | {
-        "checkpoint__interval": 2,
-        "checkpoint__async_mode": "async",
-        "optimizer__lr": 0.01,
-    }
-    straight, run = tmp_path / "straight", tmp_path / "run"
-    run_training(arguments(folder, straight, **options), ranks=2)
-    # From step 2, which was saved beside training, as if all that came later had been lost.
-    shutil.copytree(straight, run)
-    run_training(arguments(folder, run, **options, checkpoint__load_step=2), ranks=2)
-    abandoned = (run / "metrics.abandoned.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in abandoned] == [3, 4, 5], "these were taken anew"
-    assert len(list(run.glob("checkpoint/abandoned-*/step-4"))) == 1
-    assert losses_and_norms(run) == losses_and_norms(straight)
-    assert_same_checkpoints(run, straight, range(4, 6))
+    ranks_resume_from_what_was_saved_beside(folder, tmp_path)
 
 
 def test_the_interval_may_be_seconds_of_rank_0(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,7 +126,7 @@ def test_the_last_save_may_hold_weights_only(
     assert stored.tensors and not any(name.startswith("optimizer.") for name in stored.tensors)
     last, before = (tensors_of(path / "checkpoint" / "step-5", "model.") for path in (run, straight))
     assert differences(last, before) == []
-    assert_same_checkpoints(run, straight, range(1, 5))
+    same_checkpoints(run, straight, range(1, 5))
     # The finished run stays finished; it is made no longer from there, but from the step before.
     assert main(arguments(folder, run, **options)) == 0
     longer = options | {"training__steps": 6}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +10,8 @@ import pytest
 from flame.train.__main__ import main
 from flame.train.run import read_status
 from tests.faults import note_samples, samples_trained, signal_before_step
-from tests.runs import (
-    arguments,
-    losses_and_norms,
-    read_metrics,
-    read_segments,
-    run_training,
-    signal_at,
-    start_training,
-)
+from tests.promises import CPUS, a_killed_run_goes_on_to_the_last_bit
+from tests.runs import arguments, read_metrics, read_segments
 
 
 @pytest.mark.usefixtures("handlers_kept")
@@ -27,33 +19,7 @@ from tests.runs import (
 def test_twenty_steps_are_ten_and_ten_are_seven_and_one_and_twelve(
     folder: Path, tmp_path: Path, ranks: int, chains: list[list[int]]
 ) -> None:
-    straight = tmp_path / "straight"
-    finish(arguments(folder, straight), ranks=ranks)
-    expected = losses_and_norms(straight)
-    assert [step for step, _, _ in expected] == list(range(1, 21))
-    assert expected[-1][1] < expected[0][1]
-    for *stops, last in chains:
-        run = tmp_path / "-".join(map(str, stops))
-        for stop in stops:
-            # training.steps shapes the schedule, so a run is stopped by killing it.
-            kill_after(folder, run, stop, ranks=ranks)
-        finish(arguments(folder, run, checkpoint__interval=last), ranks=ranks)
-        assert losses_and_norms(run) == expected
-
-
-def finish(argv: list[str], *, ranks: int) -> None:
-    """Go on to the end of a run; one rank needs no process of its own."""
-    if ranks == 1:
-        assert main(argv) == 0
-    else:
-        run_training(argv, ranks=ranks)
-
-
-def kill_after(folder: Path, run: Path, step: int, *, ranks: int) -> None:
-    """Go on with a run until `step` is saved, and then kill it with SIGKILL: launcher and ranks."""
-    with start_training(arguments(folder, run, checkpoint__interval=step), ranks=ranks) as process:
-        log = signal_at(process, f"saved {run / 'checkpoint' / f'step-{step}'}", signal.SIGKILL)
-        assert process.wait() == -signal.SIGKILL, log
+    a_killed_run_goes_on_to_the_last_bit(folder, tmp_path, CPUS, ranks=ranks, chains=chains)
 
 
 STEPS = 9

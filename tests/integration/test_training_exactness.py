@@ -15,11 +15,15 @@ from flame.train import step as training_step
 from flame.train.__main__ import main
 from flame.train.config import parse_train_config
 from tests.faults import in_ranks, note_samples, samples_trained, signal_before_step
+from tests.promises import (
+    CPUS,
+    an_export_is_its_checkpoint,
+    two_ranks_then_one_then_more_train_the_same_samples,
+)
 from tests.runs import (
     arguments,
     losses_and_norms,
     read_metrics,
-    read_segments,
     run_training,
     tensors_of,
 )
@@ -89,32 +93,8 @@ def test_rows_without_document_masks(folder: Path, tmp_path: Path) -> None:
 def test_two_ranks_then_one_then_four_train_the_same_samples_in_the_same_order(
     folder: Path, tmp_path: Path, handlers_kept: None
 ) -> None:
-    """The global batch stays; ranks, rows, accumulation and the length of a row change at each start."""
-    straight, run, steps = tmp_path / "straight", tmp_path / "run", 9
-    assert main(options(folder, straight, training__steps=steps, validation__freq=steps)) == 0
-    common = {"training__steps": steps, "validation__freq": steps}
-
-    two = options(folder, run, **common, training__batch_size=1, training__gradient_accumulation_steps=2)
-    assert run_training(two, ranks=2, check=False, variables=in_ranks(tmp_path / "two", stop_before=4)).returncode == 75
-    with pytest.MonkeyPatch.context() as patch:
-        note_samples(patch, tmp_path / "one.samples")
-        signal_before_step(patch, 7, first_step=4)
-        assert main(options(folder, run, **common, training__batch_size=2, training__seq_len=256)) == 75
-    four = options(folder, run, **common, training__batch_size=1)
-    run_training(four, ranks=4, variables=in_ranks(tmp_path / "four"))
-
-    notes = [*tmp_path.glob("two/*.samples"), tmp_path / "one.samples", *tmp_path.glob("four/*.samples")]
-    assert len(notes) == 2 + 1 + 4 and sum(len(note.read_text().splitlines()) for note in notes) == 3 * len(notes)
-    assert samples_trained(*notes) == [list(range(4 * step, 4 * step + 4)) for step in range(steps)]
-    segments = read_segments(run)
-    assert [(s["step"], s["world_size"], s["seq_len"]) for s in segments] == [(0, 2, 128), (3, 1, 256), (6, 4, 128)]
-    for line, other in zip(read_metrics(straight), read_metrics(run), strict=True):
-        for name in ("step", "consumed_samples", "consumed_tokens", "optimizer/lr", "tokens/web", "tokens/code"):
-            assert line[name] == other[name], name
-        for name, most in (("loss_metrics/global_avg_loss", 1e-6), ("optimizer/grad_norm", 1e-5)):
-            assert other[name] == pytest.approx(line[name], rel=most if line["step"] > 1 else 1e-6), line["step"]
-    (score, other_score) = (read_metrics(r)[-1]["validation/web/loss"] for r in (straight, run))
-    assert other_score == pytest.approx(score, rel=1e-5)
+    run = two_ranks_then_one_then_more_train_the_same_samples(folder, tmp_path, CPUS)
+    an_export_is_its_checkpoint(run, tmp_path / "exported")
 
 
 def test_another_global_batch_draws_on_from_the_same_sample(folder: Path, tmp_path: Path, handlers_kept: None) -> None:

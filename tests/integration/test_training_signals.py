@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,35 +15,29 @@ from flame.train import checkpoint, loop
 from flame.train.__main__ import main
 from flame.train.checkpoint_files import find_damage
 from flame.train.run import read_status
-from tests.faults import in_ranks, is_held, samples_trained, signal_before_step, signal_within
+from tests.faults import in_ranks, is_held, signal_before_step, signal_within
 from tests.processes import until
+from tests.promises import (
+    CPUS,
+    SIGNALLED_STEPS,
+    a_killed_rank_stops_the_others,
+    ranks_save_one_step_whatever_signals_come,
+    wait_for_step,
+)
 from tests.runs import FLAME_TRAIN, TORCHRUN, arguments, losses_and_norms, start_training
-
-STEPS = 60
 
 
 @pytest.fixture(scope="module")
 def straight(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("runs") / "straight"
-    assert main(arguments(folder, run, training__steps=STEPS)) == 0
+    assert main(arguments(folder, run, training__steps=SIGNALLED_STEPS)) == 0
     return run
-
-
-def wait_for_step(process: subprocess.Popen[str], step: int) -> list[str]:
-    """Read the log until a step is told."""
-    lines: list[str] = []
-    assert process.stderr is not None
-    for line in process.stderr:
-        lines.append(line)
-        if f"step {step:>{len(str(STEPS))}}/{STEPS}" in line:
-            return lines
-    raise AssertionError("".join(lines))
 
 
 @pytest.mark.usefixtures("handlers_kept")
 def test_a_signal_saves_and_a_restart_goes_on(folder: Path, straight: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    argv = arguments(folder, run, training__steps=STEPS)
+    argv = arguments(folder, run, training__steps=SIGNALLED_STEPS)
     process = start_training(argv)
     log = wait_for_step(process, 4)
     process.send_signal(signal.SIGTERM)
@@ -56,7 +48,7 @@ def test_a_signal_saves_and_a_restart_goes_on(folder: Path, straight: Path, tmp_
     told = read_status(run)
     assert told["state"] == "preempted" and told["reason"] == "SIGTERM"
     assert told["checkpoint"] == f"checkpoint/{saved.name}" == f"checkpoint/step-{told['step']}"
-    assert 4 <= told["step"] < STEPS
+    assert 4 <= told["step"] < SIGNALLED_STEPS
     assert main(argv) == 0
     assert read_status(run)["state"] == "finished"
     assert losses_and_norms(run) == losses_and_norms(straight)
@@ -69,7 +61,7 @@ def test_signals_in_the_middle_of_other_work_wait_for_its_end(
 ) -> None:
     run, stopped = tmp_path / "run", 3 if during == "validation" else 4
     validation = {"validation__dataset": f"{folder / 'web'}@val", "validation__freq": 3}
-    argv = arguments(folder, run, training__steps=STEPS, **validation)
+    argv = arguments(folder, run, training__steps=SIGNALLED_STEPS, **validation)
 
     with pytest.MonkeyPatch.context() as patch:
         signal_within(patch, *((loop, "validate") if during == "validation" else (checkpoint, "save")))
@@ -124,41 +116,8 @@ def test_a_signal_while_torch_compiles_is_answered_after_the_step(folder: Path, 
 def test_two_ranks_save_one_step_and_a_second_signal_in_the_save_changes_nothing(
     folder: Path, straight: Path, tmp_path: Path, launcher: Sequence[str], first: signal.Signals
 ) -> None:
-    run, notes = tmp_path / "run", tmp_path / "notes"
-    faults = in_ranks(notes, hold_saves=True)
-    argv = arguments(folder, run, training__batch_size=1, training__steps=STEPS)
-    for rank in (0, 1):
-        os.mkfifo(notes / f"rank-{rank}.fifo")
-    process = start_training(argv, ranks=2, command=launcher, variables=faults)
-    log = wait_for_step(process, 4)
-    # torchrun kills its ranks after a signal to itself: there the ranks are signalled, here the launcher is.
-    ranks = [int((notes / f"rank-{rank}.pid").read_text()) for rank in (0, 1)]
-    targets = [process.pid] if launcher == FLAME_TRAIN else ranks
-    os.kill(targets[-1], first)  # one rank is enough: all agree
-    assert until(lambda: all((notes / f"rank-{rank}.saving").exists() for rank in (0, 1)), process)
-    for number in (signal.SIGUSR1, signal.SIGTERM):
-        for target in targets:
-            os.kill(target, number)
-    for rank in (0, 1):
-        (notes / f"rank-{rank}.fifo").write_text("go on")
-    _, rest = process.communicate(timeout=120)
-    text = "".join(log) + rest
-    if launcher == FLAME_TRAIN:
-        assert process.returncode == 75, text
-        assert read_status(run)["reason"] == first.name, "the launcher told rank 0 of it"
-    else:
-        assert process.returncode == 1, "torchrun has no other code for it"
-        assert re.search(r"exitcode\s*: 75", text), text
-    steps = {(notes / f"rank-{rank}.saving").read_text() for rank in (0, 1)}
-    told = read_status(run)
-    assert told["state"] == "preempted" and steps == {str(told["step"])}, told
-    (saved,) = (run / "checkpoint").iterdir()
-    assert saved.name == f"step-{told['step']}" and find_damage(saved, check_bytes=True) is None
-    trained = samples_trained(notes / "rank-0.samples", notes / "rank-1.samples")
-    assert [sample for step in trained for sample in step] == list(range(2 * told["step"]))
-    assert [loss for _, loss, _ in losses_and_norms(run)] == pytest.approx(
-        [loss for _, loss, _ in losses_and_norms(straight)][: len(trained)], rel=1e-5
-    )
+    losses = [loss for _, loss, _ in losses_and_norms(straight)]
+    ranks_save_one_step_whatever_signals_come(folder, tmp_path, losses, CPUS, launcher=launcher, first=first)
 
 
 def test_a_signal_to_ranks_that_only_start_is_answered_before_step_1(folder: Path, tmp_path: Path) -> None:
@@ -166,7 +125,7 @@ def test_a_signal_to_ranks_that_only_start_is_answered_before_step_1(folder: Pat
     faults = in_ranks(notes, hold_start=True)
     for rank in (0, 1):
         os.mkfifo(notes / f"rank-{rank}.fifo")
-    argv = arguments(folder, run, training__batch_size=1, training__steps=STEPS)
+    argv = arguments(folder, run, training__batch_size=1, training__steps=SIGNALLED_STEPS)
     process = start_training(argv, ranks=2, variables=faults)
     pids = [notes / "rank-0.pid", notes / "rank-1.pid"]
     assert until(lambda: all(pid.exists() and pid.read_text() for pid in pids), process)
@@ -182,7 +141,7 @@ def test_a_signal_to_ranks_that_only_start_is_answered_before_step_1(folder: Pat
 
 def test_ctrl_c_stops_at_once_without_a_save(folder: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    process = start_training(arguments(folder, run, training__steps=STEPS))
+    process = start_training(arguments(folder, run, training__steps=SIGNALLED_STEPS))
     wait_for_step(process, 2)
     process.send_signal(signal.SIGINT)
     _, rest = process.communicate(timeout=60)
@@ -192,13 +151,4 @@ def test_ctrl_c_stops_at_once_without_a_save(folder: Path, tmp_path: Path) -> No
 
 
 def test_a_rank_that_is_killed_stops_the_others(folder: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    process = start_training(arguments(folder, run, training__batch_size=1, training__steps=STEPS), ranks=2)
-    log = wait_for_step(process, 3)
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    assert len(children) == 2
-    os.kill(int(children[1]), signal.SIGKILL)
-    _, rest = process.communicate(timeout=120)
-    assert process.returncode == 1, "".join(log) + rest
-    assert "local rank 1 was killed by SIGKILL" in rest
-    assert until(lambda: not any(Path(f"/proc/{child}").exists() for child in children)), "a rank outlived its launcher"
+    a_killed_rank_stops_the_others(folder, tmp_path)
