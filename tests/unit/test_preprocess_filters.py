@@ -17,12 +17,14 @@ from hypothesis import strategies as st
 
 from flame.errors import InputError, UsageError
 from flame.preprocess.filters import by_characters, cut_long
+from flame.preprocess.readers.columns import Columns
 from flame.preprocess.rejects import Rejects
 from flame.preprocess.texts import make_documents
 from flame.preprocess.where import parse_where
 from flame.preprocess.where_arrow import kept_rows
 from flame.preprocess.where_columns import check_columns, group_may_match
 from flame.preprocess.where_rows import WhereTypeError, keeps_row, typed_value
+from tests.reading import read
 
 # ---- the language
 
@@ -163,6 +165,25 @@ def test_row_groups_that_cannot_match_are_passed_over(tmp_path: Path) -> None:
     }.items():
         where = parse_where(expression)
         assert [group for group in range(3) if group_may_match(where, file, group)] == groups, expression
+
+
+def test_a_row_group_that_cannot_match_is_not_read_and_no_column_but_those_named(tmp_path: Path) -> None:
+    """What is not read may be damaged."""
+    path = tmp_path / "a.parquet"
+    table = pa.table({"text": ["zero", "one", "two"], "score": [0.0, 1.0, 2.0], "other": ["x", "y", "z"]})
+    pq.write_table(table, path, row_group_size=1, compression="none", use_dictionary=False)
+    data = bytearray(path.read_bytes())
+    groups = pq.read_metadata(path)
+    for group, column in ((0, 0), (1, 2), (2, 2)):  # the text of the first, the other column of the rest
+        start = groups.row_group(group).column(column).data_page_offset
+        data[start : start + 8] = b"\xff" * 8
+    path.write_bytes(data)
+    with pytest.raises(InputError, match=r"damaged.*in or after row 0"):
+        read(path, columns=Columns(text="text", kept=pa.schema([]), where=parse_where("score >= 0")))
+    texts, rows, rejects = read(
+        path, columns=Columns(text="text", kept=pa.schema([]), where=parse_where("score > 0.5"))
+    )
+    assert (texts, rows, rejects.counts) == (["one", "two"], [1, 2], {"where": 1})
 
 
 @pytest.mark.parametrize(
