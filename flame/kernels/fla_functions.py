@@ -20,19 +20,19 @@ Shapes = Mapping[str, tuple[Sequence[int], torch.dtype]]
 
 @dataclass(frozen=True, kw_only=True)
 class Kernel:
-    """One of fla's functions; names are those of its forward's parameters.
+    """One of fla's functions, or one of ours of that form; names are those of its forward's parameters.
 
     `inputs` are its tensors that have gradients: the first gives the output its dtype, `v` its shape. `settings` are
     what callers choose beside `scale`, with their types in a schema; `options` is what is always so. `saved` is what
     it keeps for backward, in its order: an input, `offsets` (`cu_seqlens`), `indices` (of the chunks), `-` for None,
-    or what it makes. `makes(inputs, chunk)` tells shapes and dtypes of the latter; nothing has the shape `NOTHING`.
+    or what it makes. `makes(inputs, chunk, offsets)` tells shapes and dtypes of the latter.
     `stands_for` names, for an input that is not kept, what is kept and has its shape.
     """
 
     function: str
     inputs: tuple[str, ...]
     saved: str
-    makes: Callable[[Tensors, int], Shapes]
+    makes: Callable[[Tensors, int, Tensor | None], Shapes]
     settings: Mapping[str, str] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
     stands_for: Mapping[str, str] = field(default_factory=dict)
@@ -50,7 +50,6 @@ class Kernel:
         return tuple(name for name in self.kept if name not in self.inputs)
 
 
-NOTHING = (0,)
 NEVER: dict[str, Any] = {
     **dict.fromkeys(("initial_state", "hk0", "hv0", "cu_seqlens_cpu", "cp_context", "g_gamma")),
     **dict.fromkeys(("output_final_state", "disable_recompute", "use_graph"), False),
@@ -64,10 +63,17 @@ def _gla_chunk(q_BTHK: Tensor) -> int:
     return CHUNK if q_BTHK.shape[1] > 32 else 32 if q_BTHK.shape[1] > 16 else 16
 
 
-def _gla_makes(x: Tensors, chunk: int) -> Shapes:
-    exact = x["g"].dtype == torch.float32  # of other gates backward takes the sum again
+def most_chunks(num_tokens: int, chunk: int, offsets: Tensor | None) -> int:
+    """Return how many chunks a row makes at the most: each document may end within one."""
+    if offsets is None:
+        return (num_tokens + chunk - 1) // chunk
+    return num_tokens // chunk + offsets.shape[0] - 1
+
+
+def _gla_makes(x: Tensors, chunk: int, offsets: Tensor | None) -> Shapes:
+    rows, length, heads, width = x["k"].shape
     return {
-        "g_sum": (x["g"].shape if exact else NOTHING, torch.float32),
+        "states": ((rows, most_chunks(length, chunk, offsets), heads, x["v"].shape[-1], width), x["k"].dtype),
         "scores": ((*x["q"].shape[:3], chunk), torch.float32),
     }
 
@@ -82,11 +88,11 @@ def _normed(x: Tensors) -> dict[str, tuple[Sequence[int], torch.dtype]]:
     }
 
 
-def _delta_rule_makes(x: Tensors, chunk: int) -> Shapes:
+def _delta_rule_makes(x: Tensors, chunk: int, offsets: Tensor | None) -> Shapes:
     return {**_normed(x), "scores": ((*x["k"].shape[:3], chunk), x["k"].dtype)}
 
 
-def _gated_delta_rule_makes(x: Tensors, chunk: int) -> Shapes:
+def _gated_delta_rule_makes(x: Tensors, chunk: int, offsets: Tensor | None) -> Shapes:
     return {
         **_normed(x),
         "g_sum": (x["g"].shape, torch.float32),
@@ -95,7 +101,7 @@ def _gated_delta_rule_makes(x: Tensors, chunk: int) -> Shapes:
     }
 
 
-def _kda_makes(x: Tensors, chunk: int) -> Shapes:
+def _kda_makes(x: Tensors, chunk: int, offsets: Tensor | None) -> Shapes:
     return {
         **_normed(x),
         "beta_used": (x["beta"].shape, torch.float32),
@@ -104,7 +110,7 @@ def _kda_makes(x: Tensors, chunk: int) -> Shapes:
     }
 
 
-def _gsa_makes(x: Tensors, chunk: int) -> Shapes:
+def _gsa_makes(x: Tensors, chunk: int, offsets: Tensor | None) -> Shapes:
     return {
         "slots": (x["s"].shape, x["q"].dtype),
         "weights": (x["s"].shape, torch.float32),
@@ -123,11 +129,10 @@ _IN_KERNEL = ("use_qk_l2norm_in_kernel", "use_beta_sigmoid_in_kernel", "use_gate
 
 KERNELS: dict[str, Kernel] = {
     "gla": Kernel(
-        function="fla.ops.gla.chunk.ChunkGLAFunction",
+        function="flame.kernels.gla.GatedLinearAttention",
         inputs=("q", "k", "v", "g"),
-        saved="q k v g g_sum - scores indices",
+        saved="q k v g states scores",
         makes=_gla_makes,
-        options={"state_v_first": True},
         chunk=_gla_chunk,
     ),
     "delta_rule": Kernel(
@@ -168,7 +173,7 @@ KERNELS: dict[str, Kernel] = {
         function="fla.ops.simple_gla.chunk.ChunkSimpleGLAFunction",
         inputs=("q", "k", "v"),
         saved="q k v - decay - indices",
-        makes=lambda x, chunk: {"decay": (x["q"].shape[2:3], torch.float32)},
+        makes=lambda x, chunk, offsets: {"decay": (x["q"].shape[2:3], torch.float32)},
         options={"state_v_first": False, "g": None},
         computed=_retention_decay,
     ),
@@ -176,7 +181,7 @@ KERNELS: dict[str, Kernel] = {
         function="fla.ops.simple_gla.chunk.ChunkSimpleGLAFunction",
         inputs=("q", "k", "v", "g"),
         saved="q k v g_sum - - indices",
-        makes=lambda x, chunk: {"g_sum": (x["g"].shape, torch.float32)},
+        makes=lambda x, chunk, offsets: {"g_sum": (x["g"].shape, torch.float32)},
         options={"state_v_first": False},
         stands_for={"g": "g_sum"},
     ),
@@ -184,7 +189,7 @@ KERNELS: dict[str, Kernel] = {
         function="fla.ops.generalized_delta_rule.dplr.chunk.ChunkDPLRDeltaRuleFunction",
         inputs=("q", "k", "v", "a", "b", "gk"),
         saved="q k v a b gk -",
-        makes=lambda x, chunk: {},
+        makes=lambda x, chunk, offsets: {},
         settings={"lower_bound": "float?"},
         options={"safe_gate": True},
     ),

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from flame.errors import TrainingError
-from flame.kernels.fla_functions import KERNELS, NEVER, NOTHING, Kernel, Shapes, Tensors
+from flame.kernels.fla_functions import KERNELS, NEVER, Kernel, Shapes, Tensors
 
 OPERATORS = tuple(f"flame::linear_{name}" for name in KERNELS)
 
@@ -74,12 +74,12 @@ def _forward(kernel: Kernel, *arguments: Any) -> tuple[Tensor, ...]:
     options = {**NEVER, **kernel.options, **settings, "chunk_size": kernel.chunk(inputs["q"])}
     given = {**options, **inputs, **kernel.computed(inputs), "cu_seqlens": offsets}
     out, *_ = function.forward(context, **{key: value for key, value in given.items() if key in parameters})
-    made = kernel.makes(inputs, options["chunk_size"])
+    made = kernel.makes(inputs, options["chunk_size"], offsets)
     _compare_attributes(kernel, context, options)
     return out, *_made(kernel, context.saved_tensors, inputs, made)
 
 
-def _made(kernel: Kernel, saved: Sequence[Tensor | None], inputs: Tensors, made: Shapes) -> list[Tensor]:
+def _made(kernel: Kernel, saved: Sequence[Tensor | None], inputs: Tensors, made: Shapes) -> list[Tensor | None]:
     """Return what the function made for its backward, or raise if it is not what `KERNELS` says."""
     names = kernel.saved.split()
     if len(saved) != len(names):
@@ -88,10 +88,10 @@ def _made(kernel: Kernel, saved: Sequence[Tensor | None], inputs: Tensors, made:
     for name, tensor in zip(names, saved, strict=True):
         if name in made:
             shape, dtype = made[name]
-            found[name] = inputs["q"].new_empty(NOTHING, dtype=dtype) if tensor is None else tensor
-            right = tuple(found[name].shape) == tuple(shape) and found[name].dtype == dtype
+            right = tensor is not None and (tuple(tensor.shape), tensor.dtype) == (tuple(shape), dtype)
+            found[name] = tensor
         else:
-            right = tensor is None or name in ("offsets", "indices") or tensor is inputs.get(name)
+            right = name in ("offsets", "indices") or tensor is inputs.get(name)
         if not right:
             raise _another_fla(kernel, f"{name} is not kept as it is known to be")
     return list(found.values())
@@ -123,8 +123,7 @@ def _backward(kernel: Kernel, d_out: Tensor, *arguments: Any) -> tuple[Tensor, .
         context.cu_seqlens = _one_object(offsets)
         context.chunk_indices = _chunk_indices(context.cu_seqlens, chunk)
     known = {"offsets": context.cu_seqlens, "indices": context.chunk_indices, "-": None}
-    present = {name: tensor if tensor.shape != NOTHING else None for name, tensor in kept.items()}
-    context.save_for_backward(*({**known, **present}[name] for name in kernel.saved.split()))
+    context.save_for_backward(*({**known, **kept}[name] for name in kernel.saved.split()))
     gradients = dict(zip(parameters, function.backward(context, d_out, None), strict=True))
     return tuple(
         gradients[name].to(like).view_as(like)
@@ -133,9 +132,9 @@ def _backward(kernel: Kernel, d_out: Tensor, *arguments: Any) -> tuple[Tensor, .
 
 
 def _forward_shapes(kernel: Kernel, *arguments: Any) -> tuple[Tensor, ...]:
-    inputs, _, _ = _split(kernel, kernel.inputs, arguments)
+    inputs, offsets, _ = _split(kernel, kernel.inputs, arguments)
     q, v = inputs["q"], inputs["v"]
-    made = kernel.makes(inputs, kernel.chunk(q))
+    made = kernel.makes(inputs, kernel.chunk(q), offsets)
     out = q.new_empty(v.shape)
     return out, *(q.new_empty(made[name][0], dtype=made[name][1]) for name in kernel.made)
 

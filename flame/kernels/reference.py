@@ -80,3 +80,17 @@ def short_convolution(
         z_CL = F.conv1d(padded_CL, weight_CW[:, None], bias_C, groups=num_channels)[:, 1:]
         sequences.append((F.silu(z_CL) if silu else z_CL).t())
     return torch.cat(sequences)
+
+
+def gated_linear_attention(
+    q_BTHK: Tensor, k_BTHK: Tensor, v_BTHV: Tensor, g_BTHK: Tensor, cu_seqlens: Tensor, *, scale: float
+) -> Tensor:
+    """Return `[1, T, H, V]`: o_t = scale · Sᵀ_t q_t, where S_t = diag(exp g_t) S_{t−1} + k_t v_tᵀ begins at 0."""
+    starts = set(cu_seqlens.tolist())
+    outs, state_HKV = [], torch.zeros(())
+    for t in range(q_BTHK.shape[1]):
+        q_HK, k_HK, v_HV, g_HK = (x[0, t] for x in (q_BTHK, k_BTHK, v_BTHV, g_BTHK))
+        written_HKV = k_HK[:, :, None] * v_HV[:, None]
+        state_HKV = written_HKV if t in starts else g_HK.exp()[:, :, None] * state_HKV + written_HKV
+        outs.append(scale * torch.einsum("hkv,hk->hv", state_HKV, q_HK))
+    return torch.stack(outs)[None]
