@@ -21,8 +21,8 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
+from flame.sampling.geometry import BatchGeometry
 from flame.sampling.history import METRICS, read_logged
-from flame.sampling.sampler import BatchGeometry
 from flame.train.distributed import World, broadcast_from_main
 from flame.train.loader import StepBatch
 
@@ -38,17 +38,28 @@ _LEAST_DEVIATION = 0.01  # of the median: a loss that hardly moves has no spikes
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepLosses:
-    """What one rank keeps of a step: sums of losses over labels, on the device, and which samples they belong to.
+class LossSums:
+    """A rank's losses in a step, summed over labels, on the device: all, and of each sample.
 
-    `sample_losses` is `[accumulation · micro_batch · windows_per_row]`, as are `samples`, `labels` (how many each has)
+    `balance` is the load balancing loss of a mixture of experts (`experts.py`), None of other models.
+    """
+
+    loss: Tensor
+    balance: Tensor | None
+    samples: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepLosses:
+    """What one rank keeps of a step: its losses, and which samples they belong to.
+
+    `sums.samples` is `[accumulation · micro_batch · windows_per_row]`, as are `samples`, `labels` (how many each has)
     and `sources`. `num_labels` is of all ranks.
     """
 
     step: int
     num_labels: int
-    loss_sum: Tensor
-    sample_losses: Tensor
+    sums: LossSums
     samples: NDArray[np.int64]
     labels: NDArray[np.int64]
     sources: NDArray[np.int32]
@@ -95,11 +106,13 @@ class Spike:
 class LossReport:
     """The losses of a logged step over all ranks, in nats a label, and the spikes since the one before.
 
-    `max_loss` is the largest of the ranks' own. None where there are no labels.
+    `max_loss` is the largest of the ranks' own. None where there are no labels. `balance_loss` is the load balancing
+    loss of a mixture of experts, of which it is NaN without labels; None of other models.
     """
 
     avg_loss: float | None
     max_loss: float | None
+    balance_loss: float | None
     by_source: tuple[float | None, ...]
     tokens_by_source: tuple[int, ...]
     rows: tuple[Row, ...]
@@ -153,15 +166,12 @@ def sum_by_sample(token_losses_T: Tensor, window_len: int) -> Tensor:
     return token_losses_T.detach().view(-1, window_len).sum(1)
 
 
-def keep_losses(
-    step: int, batch: StepBatch, num_labels: int, loss_sum: Tensor, sample_losses: Sequence[Tensor]
-) -> StepLosses:
-    """Return what is kept of a step; `sample_losses` are those of its micro-batches, in order."""
+def keep_losses(step: int, batch: StepBatch, num_labels: int, sums: LossSums) -> StepLosses:
+    """Return what is kept of a step."""
     return StepLosses(
         step=step,
         num_labels=num_labels,
-        loss_sum=loss_sum,
-        sample_losses=torch.cat(list(sample_losses)),
+        sums=sums,
         samples=batch.samples,
         labels=batch.labels_by_sample,
         sources=batch.sources,
@@ -176,9 +186,10 @@ def gather_losses(
     Waits for the device once. Ranks' sums are added in order of rank, in fp64.
     """
     last = kept[-1]
-    sums = torch.stack([step.loss_sum for step in kept]).double().cpu().tolist()
+    balance = torch.zeros_like(last.sums.loss) if last.sums.balance is None else last.sums.balance
+    *sums, own_balance = torch.stack([*(step.sums.loss for step in kept), balance]).double().cpu().tolist()
     sample_losses = np.split(
-        torch.cat([step.sample_losses for step in kept]).double().cpu().numpy(),
+        torch.cat([step.sums.samples for step in kept]).double().cpu().numpy(),
         np.cumsum([len(step.samples) for step in kept])[:-1],
     )
     own_labels = int(last.labels.sum())
@@ -187,25 +198,33 @@ def gather_losses(
         for weights in (sample_losses[-1], last.labels, np.full(len(last.samples), geometry.window_len))
     ]
     highest = _own_highest_rows(last, sample_losses[-1], geometry)
-    own = [own_labels, *by_source[0], *by_source[1], *by_source[2], *highest, *sums]
+    own = [own_labels, own_balance, *by_source[0], *by_source[1], *by_source[2], *highest, *sums]
     ranks = _from_all_ranks(own, world)
-    first_row, first_sum = 1 + 3 * num_sources, 1 + 3 * num_sources + len(highest)
+    first_row = 2 + 3 * num_sources
+    first_sum = first_row + len(highest)
     step_sums = [math.fsum(values) for values in zip(*(rank[first_sum:] for rank in ranks), strict=True)]
     means = [total / step.num_labels if step.num_labels else None for total, step in zip(step_sums, kept, strict=True)]
     found = [rule.see(step.step, loss) for step, loss in zip(kept, means, strict=True) if loss is not None]
     spikes = sorted((spike for spike in found if spike is not None), key=_height)[-MAX_SPIKES:]
     spikes.sort(key=lambda spike: spike.step)
     rows = _highest_of_ranks([rank[first_row:first_sum] for rank in ranks], last, geometry, world)
-    totals = [math.fsum(column) for column in zip(*(rank[1 : 1 + 3 * num_sources] for rank in ranks), strict=True)]
+    totals = [math.fsum(column) for column in zip(*(rank[2:first_row] for rank in ranks), strict=True)]
     losses, labels, tokens = (totals[i * num_sources : (i + 1) * num_sources] for i in range(3))
     return LossReport(
         avg_loss=means[-1],
         max_loss=max((rank[-1] / rank[0] for rank in ranks if rank[0]), default=None),
+        balance_loss=_mean_balance([rank[1] for rank in ranks], last),
         by_source=tuple(loss / count if count else None for loss, count in zip(losses, labels, strict=True)),
         tokens_by_source=tuple(int(count) for count in tokens),
         rows=rows,
         spikes=_with_rows(spikes, kept, sample_losses, geometry, world) if spikes else (),
     )
+
+
+def _mean_balance(sums: Sequence[float], step: StepLosses) -> float | None:
+    if step.sums.balance is None:
+        return None
+    return math.fsum(sums) / step.num_labels if step.num_labels else math.nan
 
 
 def _with_rows(

@@ -77,6 +77,7 @@ class StepMetrics:
             **self._speed(),
             **self._disk(),
             **self._memory(),
+            **self._balance(),
             **{f"loss/{name}": loss for name, loss in zip(self.source_names, self.losses.by_source, strict=True)},
             **{f"tokens/{name}": n for name, n in zip(self.source_names, self.losses.tokens_by_source, strict=True)},
             "highest_losses": [row.to_json() for row in self.losses.rows],
@@ -85,6 +86,10 @@ class StepMetrics:
         for name, scores in self.validation.items():
             values |= {f"validation/{name}/{score}": value for score, value in scores.items()}
         return {name: finite_or_none(value) for name, value in values.items()}
+
+    def _balance(self) -> dict[str, float]:
+        balance = self.losses.balance_loss
+        return {} if balance is None else {"loss_metrics/load_balancing_loss": balance}
 
     def _speed(self) -> dict[str, float | None]:
         interval = self.interval

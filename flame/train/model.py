@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +11,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from flame.errors import TrainingError
 from flame.kernels.dispatch import choose_attention, choose_loss
-from flame.kernels.linear_cross_entropy import LossParts, linear_cross_entropy
+from flame.kernels.linear_cross_entropy import linear_cross_entropy
 from flame.train.experts import balance_loss
 from flame.train.families import GENERIC, check_family, family_of
 from flame.train.family import Family
@@ -19,6 +19,18 @@ from flame.train.log import log
 from flame.train.model_config import construct_model
 
 IGNORE_INDEX = -100
+
+
+class ModelLosses(NamedTuple):
+    """The sum of the losses in nats, the number of labels that are not −100, and each token's loss `[B·T]`.
+
+    `loss_sum` is what is differentiated; `balance_sum` is `balance_loss` of a mixture of experts that is trained.
+    """
+
+    loss_sum: Tensor
+    num_labels: Tensor
+    token_losses: Tensor
+    balance_sum: Tensor | None = None
 
 
 class CausalLMLoss(nn.Module):
@@ -45,8 +57,8 @@ class CausalLMLoss(nn.Module):
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
         window_len: int | None = None,
-    ) -> LossParts:
-        """Return the sum of the losses in nats, the number of labels that are not −100, and each token's loss `[B·T]`.
+    ) -> ModelLosses:
+        """Return the losses of a micro-batch.
 
         `input_ids`, `labels` and `positions` are integers `[B, T]`. With `cu_seqlens` B is 1, and the T tokens are
         sequences that do not see each other; `max_seqlen` is the longest. Nothing waits for the device.
@@ -61,7 +73,7 @@ class CausalLMLoss(nn.Module):
                 arguments["output_router_logits"] = True
             out = self.model.base_model(input_ids=input_ids, **arguments)
             head = self.model.get_output_embeddings()
-            parts = linear_cross_entropy(
+            losses = linear_cross_entropy(
                 out[0].flatten(0, 1),
                 head.weight,
                 labels.flatten(),
@@ -69,24 +81,29 @@ class CausalLMLoss(nn.Module):
                 softcap=self.softcap,
                 implementation=self.loss,
             )
+            parts = ModelLosses(*losses)
             return self._balanced(parts, out.router_logits, labels, window_len) if balances else parts
         logits_TV = self.model(input_ids=input_ids, **arguments).logits.flatten(0, 1)
         labels_T = labels.flatten().long()
         losses_T = F.cross_entropy(logits_TV.float(), labels_T, ignore_index=IGNORE_INDEX, reduction="none")
-        return LossParts(losses_T.sum(), (labels_T != IGNORE_INDEX).sum(), losses_T.detach())
+        return ModelLosses(losses_T.sum(), (labels_T != IGNORE_INDEX).sum(), losses_T.detach())
 
     def _balanced(
-        self, parts: LossParts, router_logits: tuple[Tensor, ...], labels: Tensor, window_len: int | None
-    ) -> LossParts:
+        self, parts: ModelLosses, router_logits: tuple[Tensor, ...], labels: Tensor, window_len: int | None
+    ) -> ModelLosses:
         config: Any = self.model.config
-        if not config.router_aux_loss_coef or not router_logits:  # layers may all be dense
+        if not router_logits:  # layers may all be dense
             return parts
-        extra = config.router_aux_loss_coef * balance_loss(
+        balance = balance_loss(
             router_logits,
             labels.flatten() != IGNORE_INDEX,
             top_k=config.num_experts_per_tok,
             window_len=window_len or labels.shape[-1],
         )
+        parts = parts._replace(balance_sum=balance.detach())
+        if not config.router_aux_loss_coef:
+            return parts
+        extra = config.router_aux_loss_coef * balance
         # adds 0 to the value, so that losses can be compared with those of other models and of validation
         return parts._replace(loss_sum=parts.loss_sum + (extra - extra.detach()))
 
@@ -178,5 +195,5 @@ def _described(config: PretrainedConfig, family: Family, attention: str, loss: s
     experts = ""
     if family.balances_experts:
         coefficient = getattr(config, "router_aux_loss_coef", 0.0)
-        experts = f"; experts are balanced by {coefficient} of their loss, which the logged one leaves out"
+        experts = f"; experts are balanced by {coefficient} of their load balancing loss, logged apart"
     return f"model: {config.model_type}; attention: {attention}; loss: linear cross entropy, chunked, {loss}{experts}"

@@ -15,7 +15,7 @@ from flame.errors import TrainingError
 from flame.train.checkpoint_saver import CheckpointSaver
 from flame.train.flops import ModelFlops
 from flame.train.loader import StepBatch
-from flame.train.losses import StepLosses, keep_losses, sum_by_sample
+from flame.train.losses import LossSums, StepLosses, keep_losses, sum_by_sample
 from flame.train.model import CausalLMLoss
 from flame.train.optimizer import JoinedOptimizer, apply_hyperparameters
 from flame.train.parallelize import reduce_gradients
@@ -61,8 +61,8 @@ def train_step(
     apply_hyperparameters(run.optimizer, run.config.optimizer, lr)
     seed_random(step_seed(run.config.training.seed, step, run.world.dp_rank), run.world.device)
     update.begin(num_labels)
-    own_loss, sample_losses = backward(run.module, batch, offload, run.geometry.window_len)
-    losses = keep_losses(step, batch, num_labels, own_loss, sample_losses)
+    sums = backward(run.module, batch, offload, run.geometry.window_len)
+    losses = keep_losses(step, batch, num_labels, sums)
     grad_norm, skipped = update.finish()
     return StepDone(lr=lr, losses=losses, grad_norm=grad_norm, skipped=skipped)
 
@@ -102,24 +102,30 @@ def backward(
     batch: StepBatch,
     offload: Callable[[], contextlib.AbstractContextManager[Any]],
     window_len: int,
-) -> tuple[Tensor, list[Tensor]]:
-    """Add the gradients of a rank's micro-batches, as sums over labels.
+) -> LossSums:
+    """Add the gradients of a rank's micro-batches, as sums over labels; returns their losses.
 
-    Returns the sum of its losses (fp32), and those of each micro-batch's samples. Forward runs in `offload()`.
+    Forward runs in `offload()`.
     """
-    own_loss: Tensor | None = None
+    loss_sums: list[Tensor] = []
+    balance_sums: list[Tensor] = []
     sample_losses: list[Tensor] = []
     for index, micro in enumerate(batch.micro_batches):
         reduce_gradients(module, index == len(batch.micro_batches) - 1)
         with offload():
-            loss_sum, _, token_losses = module(
+            losses = module(
                 micro.input_ids, micro.labels, micro.positions, micro.cu_seqlens, micro.max_seqlen, window_len
             )
-        loss_sum.backward()
-        sample_losses.append(sum_by_sample(token_losses, window_len))
-        own_loss = loss_sum.detach() if own_loss is None else own_loss + loss_sum.detach()
-    assert own_loss is not None, "a step has a micro-batch"
-    return own_loss, sample_losses
+        losses.loss_sum.backward()
+        sample_losses.append(sum_by_sample(losses.token_losses, window_len))
+        loss_sums.append(losses.loss_sum.detach())
+        if losses.balance_sum is not None:
+            balance_sums.append(losses.balance_sum)
+    return LossSums(
+        loss=sum(loss_sums[1:], start=loss_sums[0]),
+        balance=sum(balance_sums[1:], start=balance_sums[0]) if balance_sums else None,
+        samples=torch.cat(sample_losses),
+    )
 
 
 def count_flops(flops: ModelFlops | None, batch: StepBatch) -> int:

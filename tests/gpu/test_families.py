@@ -113,7 +113,7 @@ def train(name: str, steps: int, **options: Any) -> tuple[list[float], CausalLML
     optimizer = torch.optim.AdamW(module.parameters(), lr=5e-4, fused=True)
     losses = []
     for step in range(steps):
-        loss, num_labels, _ = module(**make_batch(step, packed=takes_packs(name)))
+        loss, num_labels, *_ = module(**make_batch(step, packed=takes_packs(name)))
         mean = loss / num_labels
         mean.backward()
         torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)

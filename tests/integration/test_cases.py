@@ -475,7 +475,7 @@ def test_where_padding_is_eos_a_real_eos_is_learned_as_any_token(tmp_path: Path)
     module = build_model(config, seed=1, rank=0, device=torch.device("cpu"), dtype=torch.float32, varlen=True)
     ids, labels = [5, 6, 0, 7, 0, 8], [6, 0, -100, 0, -100, -100]  # two documents, and the start of a third
     batch = [torch.tensor(part, dtype=torch.int32) for part in ([ids], [labels], [[0, 1, 2, 0, 1, 0]], [0, 3, 5, 6])]
-    loss, num_labels, _ = module(*batch, 3)
+    loss, num_labels, *_ = module(*batch, 3)
     alone = [module.model(input_ids=torch.tensor([part])).logits[0] for part in ([5, 6], [7])]
     told = torch.nn.functional.cross_entropy(torch.cat(alone), torch.tensor([6, 0, 0]), reduction="sum")
     assert int(num_labels) == 3

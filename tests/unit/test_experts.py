@@ -46,7 +46,8 @@ def test_the_gradient_of_a_row_is_that_of_transformers_loss_with_its_auxiliary_o
     reference = AutoModelForCausalLM.from_config(module.model.config, attn_implementation="eager")
     reference.load_state_dict(module.model.state_dict())
     batch = packed_batch([24])
-    loss = module(**batch)[0]
+    losses = module(**batch)
+    loss = losses.loss_sum
     loss.backward()
     mask = torch.ones(1, 24, dtype=torch.long)
     mask[0, -1] = 0  # it has no label
@@ -57,6 +58,8 @@ def test_the_gradient_of_a_row_is_that_of_transformers_loss_with_its_auxiliary_o
     close(found, gradients(reference))
     cross_entropy = 23 * float(out.loss.detach() - COEFFICIENT * out.aux_loss.detach())
     assert float(loss.detach()) == pytest.approx(cross_entropy, rel=1e-5), "the value is the cross entropy's"
+    assert losses.balance_sum is not None and not losses.balance_sum.requires_grad
+    assert float(losses.balance_sum) == pytest.approx(23 * float(out.aux_loss.detach()), rel=1e-5)
 
 
 @pytest.mark.parametrize("name", MIXTURES)
@@ -103,8 +106,13 @@ def test_without_a_gradient_or_a_coefficient_nothing_is_added() -> None:
     module, without = built("olmoe"), built("olmoe", router_aux_loss_coef=0.0)
     with torch.no_grad():
         assert torch.equal(module(**batch)[0], without(**batch)[0])
-    module(**batch)[0].backward()
-    without(**batch)[0].backward()
+        assert module(**batch).balance_sum is None
+    balances = []
+    for model in (module, without):
+        losses = model(**batch)
+        losses.loss_sum.backward()
+        balances.append(losses.balance_sum)
+    assert torch.equal(*balances), "it is told though nothing learns from it"
     router = "model.model.layers.0.mlp.gate.weight"
     assert not torch.allclose(gradients(module)[router], gradients(without)[router])
 
@@ -112,4 +120,4 @@ def test_without_a_gradient_or_a_coefficient_nothing_is_added() -> None:
 def test_the_log_tells_what_balances(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", logger="flame"):
         built("olmoe")
-    assert "experts are balanced by 0.7 of their loss, which the logged one leaves out" in caplog.text
+    assert "experts are balanced by 0.7 of their load balancing loss, logged apart" in caplog.text

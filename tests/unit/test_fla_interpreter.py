@@ -53,7 +53,7 @@ def facts_of(name, packed):
     batch = packed_batch(LENGTHS)
     if not packed:
         batch = {name: batch[name] for name in ("input_ids", "labels", "positions")}
-    loss, num_labels, before = module(**batch)
+    loss, num_labels, before, _ = module(**batch)
     loss.backward()
     gradients = {key: value.grad for key, value in module.named_parameters()}
     facts = {"loss": loss.item(), "num_labels": int(num_labels), "without_gradient": [

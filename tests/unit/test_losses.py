@@ -12,8 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flame.sampling.sampler import BatchGeometry, sample_indices
+from flame.sampling.geometry import BatchGeometry, sample_indices
 from flame.train.losses import (
+    LossSums,
     Row,
     Spike,
     SpikeRule,
@@ -30,13 +31,14 @@ GEOMETRY = BatchGeometry(seq_len=8, window_len=4, context_len=8, micro_batch=2, 
 NUM_SAMPLES = 8
 
 
-def step_losses(step: int, values: list[float], labels: list[int], *, first: int = 0) -> StepLosses:
+def step_losses(
+    step: int, values: list[float], labels: list[int], *, first: int = 0, balance: float | None = None
+) -> StepLosses:
     sums = torch.tensor(values)
     return StepLosses(
         step=step,
         num_labels=sum(labels),
-        loss_sum=sums.sum(),
-        sample_losses=sums,
+        sums=LossSums(loss=sums.sum(), balance=None if balance is None else torch.tensor(balance), samples=sums),
         samples=np.arange(first, first + len(values)),
         labels=np.array(labels),
         sources=np.array([0, 1] * (len(values) // 2), dtype=np.int32),
@@ -48,7 +50,7 @@ def test_losses_of_sources_and_rows_by_hand() -> None:
     with one_rank() as world:
         kept = [step_losses(9, values, labels, first=2**60)]
         report = gather_losses(kept, SpikeRule(), GEOMETRY, 3, world)
-    assert report.avg_loss == report.max_loss == 21 / 13
+    assert report.avg_loss == report.max_loss == 21 / 13 and report.balance_loss is None
     assert report.by_source == (7 / 9, 14 / 4, None) and report.tokens_by_source == (16, 16, 0)
     # rows: (4 + 8) / 6, (1 + 0) / 1, (2 + 6) / 6, and one without labels
     assert [(row.micro_step, row.batch_row, row.loss) for row in report.rows] == [
@@ -60,6 +62,15 @@ def test_losses_of_sources_and_rows_by_hand() -> None:
         (2**60 + first, 2**60 + first + 2) for first in (0, 4, 2)
     ]
     assert report.spikes == ()
+
+
+def test_the_load_balancing_loss_is_the_last_steps_by_label() -> None:
+    with one_rank() as world:
+        for labels, expected in (([2] * 8, 24 / 16), ([0] * 8, math.nan)):
+            kept = [step_losses(step, [1.0] * 8, labels, balance=8.0 * step) for step in (2, 3)]
+            report = gather_losses(kept, SpikeRule(), GEOMETRY, 2, world)
+            assert report.balance_loss == pytest.approx(expected, nan_ok=True)
+            assert report.avg_loss == (8 / 16 if expected == 1.5 else None), "the loss is the cross entropy's"
 
 
 def test_rows_of_all_ranks_have_the_samples_that_they_are_made_of() -> None:

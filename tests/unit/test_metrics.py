@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -46,6 +47,7 @@ def losses(**changes: Any) -> LossReport:
     arguments: dict[str, Any] = {
         "avg_loss": 3.25,
         "max_loss": 4.5,
+        "balance_loss": None,
         "by_source": (3.0, None),
         "tokens_by_source": (6_000, 2_000),
         "rows": (ROW,),
@@ -185,3 +187,10 @@ def test_a_disk_that_refuses_is_told_once_and_leaves_whole_lines(
 
 def test_a_cpu_has_no_memory_metrics_and_no_peak() -> None:
     assert memory_use(torch.device("cpu")) is None
+
+
+def test_only_a_mixture_of_experts_has_a_load_balancing_loss() -> None:
+    name = "loss_metrics/load_balancing_loss"
+    assert name not in metrics().to_json()
+    assert metrics(losses=losses(balance_loss=2.25)).to_json()[name] == 2.25
+    assert metrics(losses=losses(balance_loss=math.nan)).to_json()[name] is None

@@ -123,7 +123,7 @@ def test_changing_one_document_leaves_the_others_bitwise(model_type: str) -> Non
 def test_the_loss_is_a_sum_over_labels(model_type: str) -> None:
     module = build(make_config(model_type))
     batch = packed_batch()
-    loss, num_labels, _ = module(**batch)
+    loss, num_labels, *_ = module(**batch)
     logits = last_hidden(module, batch) @ module.model.lm_head.weight.T
     expected = torch.nn.functional.cross_entropy(logits, batch["labels"][0].long(), reduction="sum")
     torch.testing.assert_close(loss, expected)
@@ -147,7 +147,7 @@ def test_attention_gets_padded_offsets_and_linear_attention_exact_ones(model_typ
 def test_batches_at_the_edge_train(lengths: list[int]) -> None:
     """One-token documents only, one document, a one-token document beside a long one: finite losses and gradients."""
     module = build(make_config("llama"))
-    loss, num_labels, _ = module(**packed_batch(lengths))
+    loss, num_labels, *_ = module(**packed_batch(lengths))
     loss.backward()
     assert int(num_labels) == sum(lengths) - len(lengths)
     assert torch.isfinite(loss) and (loss == 0) == (int(num_labels) == 0)
@@ -169,7 +169,7 @@ def test_any_other_model_takes_its_own_logits_and_says_so(caplog: pytest.LogCapt
         module = build(config, varlen=False)
     assert "gpt_neox, by the generic path" in caplog.text
     batch = packed_batch([24])
-    loss, num_labels, _ = module(batch["input_ids"], batch["labels"], batch["positions"])
+    loss, num_labels, *_ = module(batch["input_ids"], batch["labels"], batch["positions"])
     logits = module.model(input_ids=batch["input_ids"].long()).logits[0]
     expected = torch.nn.functional.cross_entropy(logits, batch["labels"][0].long(), reduction="sum")
     torch.testing.assert_close(loss, expected)

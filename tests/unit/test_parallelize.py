@@ -78,7 +78,7 @@ def sharded_step(rank: int, model_type: str, tied: bool, shape: tuple[int, int],
     weights = {name: parameter.detach().full_tensor() for name, parameter in parameters.items()}
     buffers = dict(module.named_buffers())
     with GathersAndBlocks(module) as order:
-        loss, num_labels, _ = module(**packed_batch(BATCHES[rank]))
+        loss, num_labels, *_ = module(**packed_batch(BATCHES[rank]))
     # A block's weights are on their way before the block ahead of it computes.
     assert order.noted == (["gather"] * 3 if shape[1] > 1 else []) + ["block 0", "block 1"]
     loss.backward()
@@ -107,7 +107,7 @@ def unsharded(model_type: str, tied: bool) -> tuple[CausalLMLoss, dict[str, Tens
     module = make_module(model_type, tied, 0)
     sums = torch.zeros(2)
     for lengths in BATCHES:
-        loss, num_labels, _ = module(**packed_batch(lengths))
+        loss, num_labels, *_ = module(**packed_batch(lengths))
         loss.backward()
         sums += torch.tensor([loss.detach(), num_labels])
     return module, {name: parameter.grad for name, parameter in module.named_parameters()}, sums
