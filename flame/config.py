@@ -17,9 +17,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from flame.errors import UsageError
+
+Name = TypeVar("Name")
+Value = TypeVar("Value")
 
 _METADATA = "flame.option"
 _SUFFIXES = {"k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
@@ -263,6 +266,19 @@ def parse_count(text: str) -> int:
     if not value.is_finite() or value < 0 or value != int(value):
         raise UsageError("it is no whole count", expected="a number such as 4096, 100_000, 1.5M, 10B or 2e9")
     return int(value)
+
+
+def by_name(pairs: Iterable[tuple[Name, Value]], option: str) -> dict[Name, Value]:
+    """Return what an option that may be given several times says of each name; `UsageError` for a name said twice."""
+    values: dict[Name, Value] = {}
+    for name, value in pairs:
+        if name in values:
+            twice = "all" if name is None else name
+            raise UsageError(
+                f"{option} speaks of {twice} twice", got=f"{values[name]}, then {value}", fix="Say it once"
+            )
+        values[name] = value
+    return values
 
 
 def normal_name(name: str) -> str:

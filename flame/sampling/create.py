@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from flame.config import option, parse_count
+from flame.config import by_name, option, parse_count
 from flame.errors import MixtureError, UsageError
 from flame.sampling.interleave import integer_weights
 from flame.sampling.mixture import DEFAULT_DATA_SEED, PACKINGS, WINDOWS, Mixture, Source, Stage
@@ -149,7 +149,9 @@ class CreateOptions:
             )
         for source in self.source:
             _check_weight(source, by_tokens=by_tokens)
-        _check_names([source.name for source in self.source], self.max_epochs)
+        names = [source.name for source in self.source]
+        _check_names(names)
+        check_caps(self.max_epochs, names)
 
     def _check_recipe(self, others: Sequence[str]) -> None:
         if self.max_epochs or self.min_proportion:
@@ -179,7 +181,7 @@ def create(options: CreateOptions) -> int:
 
 def mixture_of(options: CreateOptions) -> Mixture:
     """Return the mixture that the options describe. Opens the corpora's manifests."""
-    caps = dict(options.max_epochs)
+    caps = by_name(options.max_epochs, "--max_epochs")
     sources = [
         source_of(
             text.name,
@@ -234,12 +236,16 @@ def _check_weight(source: SourceText, *, by_tokens: bool) -> None:
         )
 
 
-def _check_names(names: Sequence[str], caps: Sequence[tuple[str | None, float]]) -> None:
+def _check_names(names: Sequence[str]) -> None:
     for name in names:
         if not re.fullmatch(r"[^=@:/,\s]+", name) or names.count(name) > 1:
             raise UsageError(
                 "--source needs a name of its own", got=repr(name), expected="each once, without = @ : / , or spaces"
             )
+
+
+def check_caps(caps: Sequence[tuple[str | None, float]], names: Sequence[str]) -> None:
+    """Raise `UsageError` where `--max_epochs` names none of the sources."""
     for capped, _ in caps:
         if capped is not None and capped not in names:
             raise UsageError("--max_epochs names no source", got=capped, expected="one of " + ", ".join(names))

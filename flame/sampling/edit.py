@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from flame.config import option, parse_count
+from flame.config import by_name, option, parse_count
 from flame.errors import UsageError
-from flame.sampling.create import SourceText, check_output, parse_source
+from flame.sampling.create import SourceText, check_caps, check_output, parse_cap, parse_source
 from flame.sampling.history import consumed_of_run
 from flame.sampling.interleave import TABLE_SLOTS, integer_weights
-from flame.sampling.mixture import Mixture, Stage
+from flame.sampling.mixture import Mixture, Source, Stage
 from flame.sampling.mixture_file import write_mixture
 from flame.sampling.plan import check_epochs
 from flame.sampling.recipe import RAMP_STEPS, ramp_stages
@@ -54,6 +54,12 @@ class EditOptions(MixtureOptions):
         None, help="go over to the new weights linearly, over this long", unit="tokens", parse=parse_count
     )
     ramp_steps: int = option(RAMP_STEPS, help="with --ramp: in as many level steps")
+    max_epochs: tuple[tuple[str | None, float], ...] = option(
+        (),
+        help="how often a source may be seen at most in the whole run: NAME=N, or N for all; else as it was",
+        parse=parse_cap,
+        repeat=True,
+    )
     replace_later: bool = option(False, help="drop the stages that begin at --start or later")
     run: Path | None = option(
         None, help="the run that draws from it: refuse a start that it has passed, by its status.json"
@@ -69,8 +75,14 @@ class EditOptions(MixtureOptions):
             raise UsageError("--start is the run's beginning", fix="A mixture from token 0 on is made by create")
         if not self.weight and not self.add:
             raise UsageError("nothing changes: the new stage has neither --weight nor --add")
-        if self.ramp is not None and self.ramp < 1:
-            raise UsageError("--ramp is no length", got=self.ramp, expected="1 token or more")
+        if self.ramp_steps < 1:
+            raise UsageError("--ramp_steps is no number of steps", got=self.ramp_steps, expected="1 or more")
+        if self.ramp is not None and self.ramp < self.ramp_steps:
+            raise UsageError(
+                "--ramp is no length",
+                got=self.ramp,
+                expected=f"a token or more for each of its {self.ramp_steps} steps",
+            )
         for source in self.add:
             if source.weight is None or source.weight == 0:
                 raise UsageError(f"the new source {source.name!r} has no weight", expected="NAME=PATH[@SPLIT]:WEIGHT")
@@ -108,7 +120,7 @@ def edited(old: Mixture, options: EditOptions) -> Mixture:
             fix="Start the new stage behind them, or add --replace_later, which drops them",
         )
     names = [source.name for source in old.sources]
-    weights = dict(options.weight)
+    weights = by_name(options.weight, "--weight")
     for name in weights:
         if name not in names:
             raise UsageError("the mixture has no such source", got=name, expected="one of " + ", ".join(names))
@@ -121,7 +133,7 @@ def edited(old: Mixture, options: EditOptions) -> Mixture:
         )
     packed_len = old.packed_len if all(source.packs is not None for source in old.sources) else None
     added = tuple(source_of(text.name, text.corpus, text.split, packed_len=packed_len) for text in options.add)
-    sources = (*old.sources, *added)
+    sources = _capped((*old.sources, *added), options.max_epochs)
     kept = [_padded(stage, len(added)) for stage in old.stages if stage.start_tokens < options.start]
     before = [slots / TABLE_SLOTS for slots in kept[-1].weights]
     after = _weights_after(before, weights, names, options.add)
@@ -133,6 +145,14 @@ def edited(old: Mixture, options: EditOptions) -> Mixture:
         start += options.ramp
     level = Stage(start_tokens=start, weights=integer_weights([source.name for source in sources], after))
     return replace(old, sources=sources, stages=(*stages, level), parents=(old.fingerprint, *old.parents))
+
+
+def _capped(sources: Sequence[Source], max_epochs: Sequence[tuple[str | None, float]]) -> tuple[Source, ...]:
+    check_caps(max_epochs, [source.name for source in sources])
+    caps = by_name(max_epochs, "--max_epochs")
+    return tuple(
+        replace(source, max_epochs=caps.get(source.name, caps.get(None, source.max_epochs))) for source in sources
+    )
 
 
 def _weights_after(

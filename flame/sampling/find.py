@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from flame.config import option, parse_count
+from flame.config import by_name, option, parse_count
 from flame.errors import UsageError
 from flame.sampling.documents import WantedDocuments
 from flame.sampling.history import (
@@ -32,7 +32,6 @@ from flame.sampling.show import table
 from flame.sampling.sources import open_mixture
 from flame.sampling.trace import RESERVED, parse_stretch
 from flame.shards.reader import Split
-from flame.words import counted
 
 _ROWS_AT_ONCE = 1000  # of the table for people: columns are as wide as these need
 _PLACE = ("step", "rank", "micro_step", "batch_row")
@@ -52,7 +51,8 @@ def parse_regex(text: str) -> re.Pattern[str]:
     try:
         return re.compile(text)
     except re.error as error:
-        raise ValueError(f"it is no regular expression: {error}") from error
+        what = f"it is no regular expression: {error}"
+        raise UsageError(what, expected=r"one of Python's, such as example\.com/") from error
 
 
 def parse_condition(text: str) -> tuple[str, re.Pattern[str]]:
@@ -139,7 +139,7 @@ class FindOptions:
 def find(options: FindOptions) -> int:
     """Print each sample that holds tokens of a wanted document, and say on stderr how far was looked."""
     names = [name for name, path in options.source if path is None]
-    overrides = {name: path for name, path in options.source if path is not None}
+    overrides = by_name(((name, path) for name, path in options.source if path is not None), "--source")
     if options.run is not None:
         found = find_in_run(options.run, options.wanted, names, overrides=overrides)
         until = f"by step {latest_step(options.run):,}"
@@ -151,7 +151,8 @@ def find(options: FindOptions) -> int:
     number = 0
     for number, occurrence in enumerate(_printed(found, as_json=options.json), start=1):  # noqa: B007
         pass
-    print(f"flame-mix find: {counted(number, 'sample')} {until}", file=sys.stderr)
+    times = {0: "nowhere", 1: "once"}.get(number, f"{number:,} times")  # a sample may hold several of the documents
+    print(f"flame-mix find: found {times} {until}", file=sys.stderr)
     return 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -109,19 +110,22 @@ class Mixture:
         """
         if self.fingerprint == earlier.fingerprint:
             return True
+        changed = self.changes_from(earlier)
+        return changed is not None and changed > (consumed_samples - 1) * window_len  # the next sample may be the first
+
+    def changes_from(self, earlier: Mixture) -> float | None:
+        """Return the token of the run from which this edit of `earlier` differs; None where it is no edit of it.
+
+        It is where the first stage starts that only one of them has; inf where all are the same.
+        """
         if earlier.fingerprint not in self.parents or self.data_seed != earlier.data_seed:
-            return False
+            return None
         kept = self.sources[: len(earlier.sources)]
         if [source.content for source in kept] != [source.content for source in earlier.sources]:
-            return False
+            return None
         padding = (0,) * (len(self.sources) - len(earlier.sources))
-        begun = [
-            replace(stage, weights=stage.weights + padding)
-            for stage in earlier.stages
-            if first_sample(stage, window_len) < consumed_samples
-        ]
-        mine = [stage for stage in self.stages if first_sample(stage, window_len) < consumed_samples]
-        return mine == begun
+        theirs = [replace(stage, weights=stage.weights + padding) for stage in earlier.stages]
+        return min((stage.start_tokens for stage in {*self.stages} ^ {*theirs}), default=math.inf)
 
 
 def first_sample(stage: Stage, window_len: int) -> int:
@@ -136,7 +140,9 @@ def _check_sources(sources: Sequence[Source]) -> None:
     contents: dict[tuple[str, str], str] = {}
     for source in sources:
         if source.name in names:
-            raise MixtureError("two sources of the mixture have one name", got=source.name)
+            raise MixtureError(
+                "two sources of the mixture have one name", got=source.name, fix="Give one of them another name"
+            )
         check_source_name(source.name)
         content = (source.fingerprint, source.split)
         if content in contents:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from flame.config import option, parse_count
+from flame.config import by_name, option, parse_count
 from flame.errors import FlameError, UsageError
 from flame.sampling.mixture import Mixture, Source
 from flame.sampling.mixture_file import mixture_to_json, read_mixture
@@ -44,7 +44,7 @@ class MixtureOptions:
 
     def read(self) -> Mixture:
         """Read the manifest, with sources where they lie now."""
-        return read_mixture(self.mixture, overrides=dict(self.source))
+        return read_mixture(self.mixture, overrides=by_name(self.source, "--source"))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flame.config import option, parse_count
+from flame.config import by_name, option, parse_count
 from flame.errors import UsageError
 from flame.sampling.history import (
     Segment,
@@ -125,7 +125,7 @@ def trace(options: TraceOptions) -> int:
     reconfigure = getattr(sys.stdout, "reconfigure", None)
     if reconfigure is not None:
         reconfigure(encoding="utf-8")  # any text, whatever the locale says
-    overrides = dict(options.source)
+    overrides = by_name(options.source, "--source")
     if options.run is not None:
         found = trace_steps(options.run, options.step, options.rank, overrides=overrides, ids=options.ids)
     else:

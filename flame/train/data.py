@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from flame.config import by_name
 from flame.errors import TokenizerError, TrainingError, UsageError
 from flame.files import read_json_object
 from flame.sampling.mixture import Mixture
@@ -84,7 +85,7 @@ def open_training_data(
             got=", ".join(moved),
             fix="Name the folder in training.dataset",
         )
-    overrides = dict(map(parse_override, moved))
+    overrides = by_name(map(parse_override, moved), "training.source")
     mixture = (
         read_mixture(paths[0], overrides=overrides)
         if manifests

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from flame.errors import CheckpointError
 from flame.sampling.geometry import BatchGeometry, default_window_len
 from flame.sampling.history import mixture_name
 from flame.sampling.mixture import Mixture
@@ -112,23 +113,35 @@ def _settled_identity(config: TrainConfig, beginning: Beginning, data: TrainingD
     if choice is None:
         return identity
     begins_anew = DATALOADER in beginning.left_out
+    allow_change = config.checkpoint.allow_data_change or begins_anew
+    extends = _goes_on(data.mixture, choice, config.job.dump_folder, window_len, allow_change=allow_change)
     identity = settle_data_identity(
-        choice.complete.identity,
-        identity,
-        extends=_goes_on(data.mixture, choice, config.job.dump_folder, window_len),
-        allow_change=config.checkpoint.allow_data_change or begins_anew,
-        where=choice.path,
+        choice.complete.identity, identity, extends=extends, allow_change=allow_change, where=choice.path
     )
     saved = choice.complete.identity
     return replace(identity, data_segment=saved.data_segment + 1) if begins_anew and saved is not None else identity
 
 
-def _goes_on(mixture: Mixture, choice: Choice, folder: Path, window_len: int) -> bool:
-    """Return whether the mixture is an edit of the run's own that changes nothing which was drawn."""
-    saved = choice.complete.identity
+def _goes_on(mixture: Mixture, choice: Choice, folder: Path, window_len: int, *, allow_change: bool) -> bool:
+    """Return whether the mixture is an edit of the run's own that changes nothing which was drawn.
+
+    One that does is a change of the data: unless these may change, `CheckpointError` tells from where on it could not.
+    """
+    saved, consumed = choice.complete.identity, choice.complete.consumed_samples
     if saved is None or saved.mixture_fingerprint == mixture.fingerprint:
         return False
     kept = folder / mixture_name(saved.mixture_fingerprint)
-    return kept.is_file() and mixture.is_continuation_of(
-        read_mixture(kept), consumed_samples=choice.complete.consumed_samples, window_len=window_len
-    )
+    if not kept.is_file():
+        return False
+    earlier = read_mixture(kept)
+    goes_on = mixture.is_continuation_of(earlier, consumed_samples=consumed, window_len=window_len)
+    changed = mixture.changes_from(earlier)
+    if not goes_on and changed is not None and saved.window_len == window_len and not allow_change:
+        raise CheckpointError(
+            "the run has passed the token from which its mixture was edited",
+            where=choice.path,
+            got=f"an edit from token {changed:,} on, {consumed * window_len:,} tokens consumed",
+            fix=f"Edit it from a later token on: flame-mix edit --run {folder} --start …; or go on from an earlier "
+            "checkpoint: --checkpoint.load_step",
+        )
+    return goes_on

@@ -161,6 +161,7 @@ def test_an_output_that_is_there(folder: Path, capsys: Capture) -> None:
         (2, [*WEB_AND_CODE, "--min_proportion", "0.1"], "goes with"),
         (2, [*WEB_AND_CODE, "--max_epochs", "cod=2"], "names no source"),
         (2, [*WEB_AND_CODE, "--max_epochs", "0"], "no number of epochs"),
+        (2, [*WEB_AND_CODE, "--max_epochs", "2", "--max_epochs", "3"], "--max_epochs speaks of all twice"),
         (2, [*WEB_AND_CODE, "--tokens", "1.5"], "no whole count"),
         (2, [*WEB_AND_CODE, "--sede", "3"], "seed"),
     ],
@@ -292,6 +293,8 @@ def test_a_corpus_that_moved(folder: Path, capsys: Capture) -> None:
     assert mix("check", "mix.json") == 3
     assert mix("check", "mix.json", "--source", "web=moved") == 0
     assert mix("samples", "mix.json", "--window_len", 8, "--source", "web=moved") == 0
+    twice = ["--source", "web=moved", "--source", "web=corpora/code"]
+    assert "--source speaks of web twice" in refused(capsys, 2, "check", "mix.json", *twice)
     assert "not the corpus" in refused(
         capsys, 1, "samples", "mix.json", "--window_len", 8, "--source", "web=corpora/code"
     )

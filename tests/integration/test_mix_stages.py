@@ -162,15 +162,18 @@ def test_an_edit_keeps_what_was_drawn_and_adds_a_source(folder: Path, capsys: py
             count = int(mine.sum())
             assert np.array_equal(getattr(after, name)[mine], getattr(longer, name)[straight][:count])
     # A second edit names both ancestors.
-    weights = ["--weight", "web=0", "--weight", "code=1", "--weight", "math=1"]
+    weights = ["--weight", "web=0", "--weight", "code=1", "--weight", "math=1", "--max_epochs", "math=9"]
     assert mix("edit", "b.json", "--start", 3000, *weights, "--output", "c.json") == 0
     third = read_mixture(folder / "c.json")
     assert third.parents == (edited.fingerprint, old.fingerprint)
+    assert [source.max_epochs for source in third.sources] == [None, None, 9]
     assert third.is_continuation_of(old, consumed_samples=250, window_len=8)
     assert third.is_continuation_of(edited, consumed_samples=375, window_len=8)
     assert not third.is_continuation_of(edited, consumed_samples=376, window_len=8)
     assert mix("edit", "b.json", "--start", 3000, *weights, "--output", "c.json") == 0, "the same again is no change"
     capsys.readouterr()
+    assert mix("edit", "b.json", "--start", 3000, *weights, "--tokens", "1M", "--output", "d.json") == 1, "beyond a cap"
+    assert "'math': " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -181,6 +184,14 @@ def test_an_edit_keeps_what_was_drawn_and_adds_a_source(folder: Path, capsys: py
         (["--start", 10, "--weight", "web=1"], "leaves sources out"),
         (["--start", 10, "--weight", "wbe=1"], "no such source"),
         (["--start", 10, "--weight", "web"], "no weight"),
+        (
+            ["--start", 10, "--weight", "web=1", "--weight", "code=1", "--weight", "web=2"],
+            "--weight speaks of web twice",
+        ),
+        (["--start", 10, "--weight", "web=1", "--weight", "code=1", "--max_epochs", "wbe=2"], "names no source"),
+        (["--start", 10, "--weight", "web=1", "--weight", "code=1", "--ramp", 7], "for each of its 8 steps"),
+        (["--start", 10, "--weight", "web=1", "--weight", "code=1", "--ramp", 7, "--ramp_steps", 0], "--ramp_steps"),
+        (["--start", 10, "--add", "web=corpora/code@train:0.1"], "one name"),
         (["--start", 10, "--weight", "web=1", "--weight", "code=-1"], "'code'"),
         (["--start", 10, "--add", "m=corpora/web:0.5"], "same corpus"),
         (["--start", 10, "--add", "m=corpora/absent:0.5"], "absent"),
@@ -227,6 +238,11 @@ def test_a_run_resumes_onto_an_edited_mixture(
     add = ["--add", f"math={folder / 'math'}:0.9", "--output", folder / "b.json"]
     assert mix("edit", folder / "a.json", "--run", run, "--start", 128 * 4 * 4 - 1, *add) == 2
     assert "passed --start" in capsys.readouterr().err
+    late = ["--start", 128 * 4 * 4 - 128, "--weight", "web=1", "--weight", "code=1", "--output", folder / "late.json"]
+    assert mix("edit", folder / "a.json", *late) == 0
+    capsys.readouterr()
+    assert train("late.json", 8) == 1
+    assert "an edit from token 1,920 on, 2,048 tokens consumed" in capsys.readouterr().err
     assert mix("edit", folder / "a.json", "--run", run, "--start", 128 * 4 * 5, *add) == 0
     assert train("b.json", 8) == 0
     lines = read_metrics(run)

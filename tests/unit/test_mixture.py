@@ -216,12 +216,15 @@ def test_a_stage_may_be_added_where_the_run_has_not_been() -> None:
     later = edited(*RUN.stages, stage(2001, HALF, HALF))
     assert goes_on(later, 201)
     assert not goes_on(later, 202)
+    assert later.changes_from(RUN) == 2001 and edited(stage(0, HALF, HALF)).changes_from(RUN) == 1000
 
 
 def test_sources_may_be_added_behind() -> None:
     added = (stage(0, HALF, HALF, 0), stage(1000, TABLE_SLOTS, 0, 0), stage(2000, HALF, 0, HALF))
     assert goes_on(edited(*added, names="abc"), 150)
     assert not goes_on(edited(*added, names="bac"), 150)
+    never = edited(stage(0, HALF, HALF, 0), stage(1000, TABLE_SLOTS, 0, 0), names="abc")
+    assert goes_on(never, 10**9) and never.changes_from(RUN) == math.inf
     assert not goes_on(edited(stage(0, TABLE_SLOTS), names="a"), 0)
 
 
@@ -230,6 +233,7 @@ def test_strangers_are_no_continuation() -> None:
     assert goes_on(edited(*stages, parents=("sha256:x", RUN.fingerprint)), 5)
     assert not goes_on(edited(*stages, parents=()), 5)
     assert not goes_on(edited(*stages, data_seed=1), 5)
+    assert edited(*stages, parents=()).changes_from(RUN) is None
 
 
 # ---- what is refused
