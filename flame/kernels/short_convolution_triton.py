@@ -38,37 +38,32 @@ class Walk(NamedTuple):
     """Channels of a thread."""
 
 
-FORWARD = Walk(run=64, depth=8, width=512, lanes=4)
-BACKWARD = Walk(run=128, depth=4, width=512, lanes=4)
+FORWARD = Walk(run=64, depth=4, width=512, lanes=4)
+BACKWARD = Walk(run=128, depth=4, width=256, lanes=2)
 _NARROWEST = 128
+_MOST_RUNS = 65_535
+"""What the second dimension of a grid can have."""
 
 
 def triton_forward(
     x_TC: Tensor, weight_CW: Tensor, bias_C: Tensor | None, positions_T: Tensor, silu: bool, walk: Walk = FORWARD
 ) -> Tensor:
     """Return the convolution of `short_convolution`, `[T, C]` in the dtype of `x_TC`, which is bf16, fp16 or fp32."""
-    num_tokens, num_channels = x_TC.shape
     y_TC = x_TC.new_empty(x_TC.shape)
     if y_TC.numel() == 0:
         return y_TC
     x_TC = _side_by_side(x_TC)
-    width, num_warps = _width(num_channels, walk)
-    _forward[triton.cdiv(num_channels, width), triton.cdiv(num_tokens, walk.run)](
+    grid, constants = _division(x_TC, weight_CW, bias_C, walk)
+    _forward[grid](
         x_TC,
         weight_CW.contiguous(),
         bias_C,
-        positions_T,
+        positions_T.contiguous(),
         y_TC,
-        num_tokens,
-        num_channels,
+        *x_TC.shape,
         x_TC.stride(0),
-        W=weight_CW.shape[1],
-        HAS_BIAS=bias_C is not None,
         SILU=silu,
-        RUN=walk.run,
-        DEPTH=_depth(weight_CW, walk),
-        WIDTH=width,
-        num_warps=num_warps,
+        **constants,
     )
     return y_TC
 
@@ -83,35 +78,29 @@ def triton_backward(
     walk: Walk = BACKWARD,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the gradients of `x_TC`, and in fp32 of the taps `[C, W]` and of the bias, if there is one."""
-    (num_tokens, num_channels), taps = x_TC.shape, weight_CW.shape[1]
+    num_channels, num_taps = weight_CW.shape
     d_x_TC = x_TC.new_empty(x_TC.shape)
-    num_runs, num_sums = triton.cdiv(num_tokens, walk.run), taps + (bias_C is not None)
-    parts_RSC = x_TC.new_empty(num_runs, num_sums, num_channels, dtype=torch.float32)
+    grid, constants = _division(x_TC, weight_CW, bias_C, walk)
+    num_runs = triton.cdiv(x_TC.shape[0], constants["RUN"])
+    parts_RSC = x_TC.new_empty(num_runs, num_taps + (bias_C is not None), num_channels, dtype=torch.float32)
     if d_x_TC.numel():
         x_TC, d_y_TC = _side_by_side(x_TC), _side_by_side(d_y_TC)
-        width, num_warps = _width(num_channels, walk)
-        _backward[triton.cdiv(num_channels, width), num_runs](
+        _backward[grid](
             d_y_TC,
             x_TC,
             weight_CW.contiguous(),
             bias_C,
-            positions_T,
+            positions_T.contiguous(),
             d_x_TC,
             parts_RSC,
-            num_tokens,
-            num_channels,
+            *x_TC.shape,
             d_y_TC.stride(0),
             x_TC.stride(0),
-            W=taps,
-            HAS_BIAS=bias_C is not None,
             SILU=silu,
-            RUN=walk.run,
-            DEPTH=_depth(weight_CW, walk),
-            WIDTH=width,
-            num_warps=num_warps,
+            **constants,
         )
     sums_SC = parts_RSC.sum(0)
-    return d_x_TC, sums_SC[:taps].t(), None if bias_C is None else sums_SC[taps]
+    return d_x_TC, sums_SC[:num_taps].t(), None if bias_C is None else sums_SC[num_taps]
 
 
 def _side_by_side(x_TC: Tensor) -> Tensor:
@@ -119,16 +108,24 @@ def _side_by_side(x_TC: Tensor) -> Tensor:
     return x_TC if x_TC.stride(1) == 1 else x_TC.contiguous()
 
 
-def _depth(weight_CW: Tensor, walk: Walk) -> int:
-    """Return the rows of a group: at least those that the last rows of a run owe something to."""
-    return max(walk.depth, triton.next_power_of_2(weight_CW.shape[1] - 1))
-
-
-def _width(num_channels: int, walk: Walk) -> tuple[int, int]:
-    """Return the channels of a program and its warps: a power of two that divides them, where that is not narrow."""
-    even = num_channels & -num_channels
-    width = min(walk.width, even) if even >= _NARROWEST else min(walk.width, triton.next_power_of_2(num_channels))
-    return width, max(1, width // (32 * walk.lanes))
+def _division(
+    x_TC: Tensor, weight_CW: Tensor, bias_C: Tensor | None, walk: Walk
+) -> tuple[tuple[int, int], dict[str, int | bool]]:
+    """Return the grid and the constants of a launch. Programs side by side read the same rows."""
+    (num_tokens, num_channels), num_taps = x_TC.shape, weight_CW.shape[1]
+    depth = max(walk.depth, triton.next_power_of_2(num_taps - 1))  # those that the last rows of a run owe something to
+    run = max(depth, min(walk.run, triton.next_power_of_2(num_tokens)))
+    even = num_channels & -num_channels  # the largest power of two that divides them, where that is not too narrow
+    width = min(walk.width, even if even >= _NARROWEST else triton.next_power_of_2(num_channels))
+    run = max(run, triton.next_power_of_2(triton.cdiv(num_tokens, _MOST_RUNS)))
+    return (triton.cdiv(num_channels, width), triton.cdiv(num_tokens, run)), {
+        "W": num_taps,
+        "HAS_BIAS": bias_C is not None,
+        "RUN": run,
+        "DEPTH": depth,
+        "WIDTH": width,
+        "num_warps": max(1, width // (32 * walk.lanes)),
+    }
 
 
 @triton.jit
@@ -274,7 +271,8 @@ def _forward(  # type: ignore[no-untyped-def]
     WIDTH: tl.constexpr,
 ):
     channels = (tl.program_id(0) * WIDTH + tl.arange(0, WIDTH), num_channels)
-    first = tl.program_id(1) * RUN
+    run = tl.program_id(1)
+    first = run * RUN
     left = tl.minimum(num_tokens - first, RUN)
     x_ptr += first.to(tl.int64) * x_stride
     y_ptr += first.to(tl.int64) * num_channels
@@ -389,8 +387,7 @@ def _backward(  # type: ignore[no-untyped-def]
     DEPTH: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    channel = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
-    channels = (channel, num_channels)
+    channels = (tl.program_id(0) * WIDTH + tl.arange(0, WIDTH), num_channels)
     run = tl.program_id(1)
     first = run * RUN
     left = tl.minimum(num_tokens - first, RUN + W - 1)
@@ -432,8 +429,8 @@ def _backward(  # type: ignore[no-untyped-def]
         _write_whole(d_x_ptr, RUN + i, left, channels, still, W)
         past, owed = _pushed(row, past, W), still[: W - 1]
 
-    parts_ptr += run.to(tl.int64) * (W + HAS_BIAS) * num_channels
+    parts_ptr += run.to(tl.int64) * (W + HAS_BIAS) * num_channels + channels[0]
     for j in tl.static_range(W):
-        tl.store(parts_ptr + (W - 1 - j) * num_channels + channel, sums[j], mask=channel < num_channels)
+        tl.store(parts_ptr + (W - 1 - j) * num_channels, sums[j], mask=channels[0] < num_channels)
     if HAS_BIAS:
-        tl.store(parts_ptr + W * num_channels + channel, sums[W], mask=channel < num_channels)
+        tl.store(parts_ptr + W * num_channels, sums[W], mask=channels[0] < num_channels)
