@@ -32,9 +32,7 @@ def open_parquet(path: str) -> pq.ParquetFile:
     except (pa.ArrowException, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise
-        raise InputError(
-            f"a file is no readable parquet file: {one_line(error).removesuffix('.')}", where=path, fix=MEND_FILE
-        ) from error
+        raise InputError(f"a file is no readable parquet file: {one_line(error)}", where=path, fix=MEND_FILE) from error
 
 
 def group_sizes(file: pq.ParquetFile, text_column: str) -> tuple[tuple[int, int], ...]:

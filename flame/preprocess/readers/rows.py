@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from flame.errors import InputError
+from flame.preprocess import terminal
 from flame.preprocess.plan import Piece
 from flame.preprocess.readers.columns import Columns
 from flame.preprocess.rejects import Rejects
@@ -168,5 +169,5 @@ def _kept_array(batch: pa.RecordBatch, field: pa.Field) -> pa.Array:
 
 
 def one_line(error: Exception) -> str:
-    """Return what an error says, without line breaks."""
-    return " ".join(str(error).split())
+    """Return what an error of Arrow's says: on one line, without control characters and the last full stop."""
+    return terminal.one_line(str(error)).removesuffix(".")
