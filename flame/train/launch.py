@@ -169,8 +169,10 @@ def _wait_for_all(ranks: Sequence[subprocess.Popen[bytes]]) -> list[int | None]:
 def _explain(failed: tuple[int, int | None]) -> None:
     rank, code = failed
     if code is not None and code < 0:
+        name = signal.Signals(-code).name
         error = TrainingError(
-            f"local rank {rank} was killed by {signal.Signals(-code).name}",
+            f"local rank {rank} was killed by {name}"
+            + ", as the system does when memory runs out" * (name == "SIGKILL"),
             fix="The other ranks are stopped; start the same command again to go on from the last complete checkpoint",
         )
         print(f"flame-train: {error}", file=sys.stderr)

@@ -32,6 +32,7 @@ _TICKS = 8  # looks in a timeout
 _FIRST_STACKS = 0.75  # of a timeout: written here, and again at each look until the step is done
 _MAX_NAMED, _MAX_REASON = 8, 200
 _TIMED_OUT = re.compile(r"time[d -]*out", re.IGNORECASE)
+_SOURCE_LINE = re.compile(r"^\[\S+\.\w+:\d+\]\s*")  # where in gloo's source it was thrown
 _GONE = re.compile(r"connection (closed|reset)|broken pipe|remote process exited", re.IGNORECASE)
 
 
@@ -85,7 +86,7 @@ class Watchdog:
         try:
             yield
         except RuntimeError as error:
-            reason = (str(error).splitlines() or [""])[0][:_MAX_REASON]
+            reason = _first_sentence(str(error))
             if _TIMED_OUT.search(str(error)):
                 raise self._timed_out(reason) from error
             if _GONE.search(str(error)):
@@ -162,6 +163,13 @@ class Watchdog:
 
     def _path(self, rank: int) -> Path:
         return self._folder / f"rank-{rank}.txt"
+
+
+def _first_sentence(text: str) -> str:
+    """Return what an error of torch's says in its first sentence, without where it was thrown."""
+    line = _SOURCE_LINE.sub("", (text.splitlines() or [""])[0])
+    sentence = line.partition(". ")[0]
+    return sentence if len(sentence) <= _MAX_REASON else sentence[:_MAX_REASON] + "…"
 
 
 def place_of(frame: FrameType | None) -> Place:

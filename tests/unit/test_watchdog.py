@@ -55,8 +55,11 @@ def test_a_collective_that_fails_tells_which_rank_to_look_at(tmp_path: Path, wat
     assert "waited 3600 s" in told and "step 7" in told and "--comm.init_timeout_seconds" in told
     assert "rank 1 is not in a collective, but in place_1" in told and "no stack of rank 2" in told
     assert "rank 0" not in told and "place_0" not in told
-    with pytest.raises(TrainingError, match="another rank is gone"), watchdog.explaining():
-        raise RuntimeError("Connection closed by peer [127.0.0.1]:1234")
+    gone = r"gone: Connection closed by peer \[::1\]:1234 \(in step 7\)"
+    with pytest.raises(TrainingError, match=gone), watchdog.explaining():
+        raise RuntimeError("[/gloo/tcp/pair.cc:553] Connection closed by peer [::1]:1234. It is typically a crash.")
+    with pytest.raises(TrainingError, match=r": \[Rank 1\] timeout x{183}… \(in step 7"), watchdog.explaining():
+        raise RuntimeError("[Rank 1] timeout " + 300 * "x" + "\nException raised from somewhere")
     with pytest.raises(RuntimeError, match=r"^out of range$"), watchdog.explaining():
         raise RuntimeError("out of range")
 
