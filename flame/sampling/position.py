@@ -44,7 +44,7 @@ class DataPosition:
 
     def __str__(self) -> str:
         segment = f"data segment {self.data_segment}, " if self.data_segment else ""
-        stage = f"stage {self.stage} of 0 to {self.num_stages - 1}, " if self.num_stages > 1 else ""
+        stage = f"stage {self.stage} (the last is {self.num_stages - 1}), " if self.num_stages > 1 else ""
         parts = [
             f"{name} epoch {source.epoch}, {source.percent:.2f}% (in the end {source.final_epochs:.3f} epochs)"
             for name, source in self.sources.items()

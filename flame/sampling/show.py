@@ -103,6 +103,8 @@ def mixture_table(mixture: Mixture, documents: Sequence[int | None], num_tokens:
     """Yield the lines of a mixture's table: a row a source, and where it has several stages, a column a stage."""
     run = "" if num_tokens is None else f", {num_tokens:,} tokens"
     yield f"mixture {mixture.fingerprint}, data seed {mixture.data_seed}{run}"
+    if mixture.parents:
+        yield f"edited from {mixture.parents[0]}"
     if mixture.packed_len is not None:
         packed = ", ".join(source.name for source in mixture.sources if source.packs is not None)
         yield f"sampled by packs of {mixture.packed_len} tokens: {packed}"

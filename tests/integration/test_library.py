@@ -40,7 +40,8 @@ INTERFACE = {
     },
     "flame.shards.token_bytes": {"token_bytes": "tokenizer info"},
     "flame.sampling.mixture": {
-        "Mixture": "data_seed sources stages parents | fingerprint format_version is_continuation_of packed_len",
+        "Mixture": "data_seed sources stages parents | changes_from fingerprint format_version"
+        " is_continuation_of packed_len",
         "Source": "name corpus split fingerprint num_tokens max_epochs packs | content",
         "Stage": "start_tokens weights |",
     },

@@ -150,6 +150,7 @@ def test_an_edit_keeps_what_was_drawn_and_adds_a_source(folder: Path, capsys: py
     assert [stage.start_tokens for stage in edited.stages] == [0, 2000, 2200, 2400]
     assert edited.stages[-1].weights == integer_weights("wcm", [0.375, 0.125, 0.5])
     assert edited.stages[0].weights == (*old.stages[0].weights, 0)
+    assert f"\nedited from {old.fingerprint}\n" in capsys.readouterr().out
     # Every sample before the start is the old one; after it, each source's windows go on where they were.
     ks = np.arange(600)
     before, after = (Sampler(m, open_mixture(m), 8).locate(ks) for m in (old, edited))

@@ -148,7 +148,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Path) -> Pa
 def found_lines(folder: Path, capsys: pytest.CaptureFixture[str], *words: object) -> list[dict[str, Any]]:
     planned = ["--mixture", folder / "mix.json", "--window_len", WINDOW, "--tokens", 6000, "--json"]
     assert main(["find", *map(str, [*planned, *words])]) == 0
-    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    shown = capsys.readouterr()
+    lines = [json.loads(line) for line in shown.out.splitlines()]
+    times = {0: "nowhere", 1: "once"}.get(len(lines), f"{len(lines):,} times")
+    assert shown.err.endswith(f"flame-mix find: found {times} in 6,000 tokens\n")
+    return lines
 
 
 def test_what_is_planned_is_what_all_samples_hold(folder: Path) -> None:

@@ -72,7 +72,7 @@ def test_a_run_that_is_over_has_nothing_to_come() -> None:
 def test_it_is_told_in_a_line() -> None:
     told = str(data_position(SAMPLER, consumed_samples=40, last_sample=45, data_segment=1))
     assert told.startswith(
-        "data segment 1, stage 0 of 0 to 1, 40 samples (400 tokens) consumed, 50 tokens to come; web"
+        "data segment 1, stage 0 (the last is 1), 40 samples (400 tokens) consumed, 50 tokens to come; web"
     )
     assert "web epoch 0, 31.00% (in the end 0.34" in told and "math" not in told and "\n" not in told
     many = [f"s{i}" for i in range(300)]
