@@ -139,9 +139,9 @@ _FLA_CUT = Family(
 
 _FLA_MAMBA2 = Family(
     construct=_construct_mamba2,
-    sequence_arguments=_fla_arguments,
+    sequence_arguments=_fla_linear_arguments,
     config_refusal=_mamba2_refusal,
-    compiles=False,
+    traceable=_make_traceable,
     needs_cuda=True,
     from_fla=True,
     norm_types=_FLA_NORMS,

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from fla.ops.simple_gla import chunk_simple_gla
 from torch import Tensor, nn
 
+from flame.kernels.linear_attention import linear_attention
 from flame.kernels.short_convolution import positions_in_documents, short_convolution
 
 ACTIVATIONS = ("silu", "swish")
@@ -51,14 +51,9 @@ class PackedMamba2(nn.Module):
         x_BTHP = x.unflatten(-1, (self.num_heads, -1))
         b_BTHN, c_BTHN = self._heads(b), self._heads(c)
         dt_BTH = F.softplus(dt.float() + self.dt_bias.float()).clamp(*self.dt_limit)
-        y_BTHP, _state = chunk_simple_gla(
-            q=c_BTHN,
-            k=b_BTHN,
-            v=(x_BTHP * dt_BTH[..., None]).to(x.dtype),
-            g=-self.A_log.float().exp() * dt_BTH,
-            scale=1.0,
-            cu_seqlens=cu_seqlens,
-        )
+        decay_BTH = -self.A_log.float().exp() * dt_BTH
+        v_BTHP = (x_BTHP * dt_BTH[..., None]).to(x.dtype)
+        y_BTHP = linear_attention("simple_gla", c_BTHN, b_BTHN, v_BTHP, decay_BTH, cu_seqlens=cu_seqlens, scale=1.0)
         # one number for each head, or for each of its channels
         y = (y_BTHP + self.D.view(self.num_heads, -1) * x_BTHP).to(x.dtype).flatten(2)
         y = self.norm(y, gate) if self.norm is not None else y * F.silu(gate)

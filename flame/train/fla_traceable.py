@@ -15,6 +15,7 @@ from typing import Any
 from fla import layers
 from fla.models.rwkv7.modeling_rwkv7 import RWKV7FeedForward
 from fla.modules import FusedRMSNormGated, GatedMLP, GroupNorm, LayerNorm, RMSNorm
+from fla.modules.layernorm_gated import RMSNormGated
 from torch import nn
 
 from flame.train import fla_traceable_layers as traceable
@@ -24,6 +25,7 @@ from flame.train import fla_traceable_rwkv7 as rwkv7
 _TRACEABLE: dict[type, type] = {
     RMSNorm: parts.TraceableRMSNorm,
     FusedRMSNormGated: parts.TraceableGatedNorm,
+    RMSNormGated: parts.TraceableMamba2Norm,
     GatedMLP: parts.TraceableGatedMLP,
     layers.DeltaNet: traceable.TraceableDeltaNet,
     layers.GatedDeltaNet: traceable.TraceableGatedDeltaNet,

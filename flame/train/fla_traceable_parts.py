@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from fla.modules import FusedRMSNormGated, GatedMLP, RMSNorm
 from fla.modules.activations import ACT2FN
 from fla.modules.feature_map import ReLUFeatureMap, SwishFeatureMap
+from fla.modules.layernorm_gated import RMSNormGated
 from torch import Tensor, nn
 
 
@@ -54,6 +55,16 @@ class TraceableGatedNorm(FusedRMSNormGated):
         """Return `norm(x) · σ(g)`, or `norm(x) · g · σ(g)` with the activation swish."""
         gate = g.float().sigmoid() if self.activation == "sigmoid" else F.silu(g.float())
         return (normalised(x, self.weight, None, self.eps) * gate).to(x.dtype)
+
+
+class TraceableMamba2Norm(RMSNormGated):
+    def forward(self, x: Tensor, z: Tensor) -> Tensor:
+        """Return `norm(x · silu(z))`, or `norm(x) · silu(z)` with `norm_before_gate`, within groups of channels."""
+        gate = F.silu(z.float())
+        y = x.float() if self.norm_before_gate else x.float() * gate
+        groups = y.unflatten(-1, (-1, self.group_size or x.shape[-1]))
+        y = normalised(groups, None, None, self.eps).flatten(-2) * self.weight.float()
+        return (y * gate if self.norm_before_gate else y).to(x.dtype)
 
 
 class TraceableGatedMLP(GatedMLP):

@@ -16,16 +16,18 @@ from tests.triton_interpreter import interpreted
 PACKED = [name for name in NAMES if name == HYBRID or FAMILIES[name].packed_refusal is None]
 # One process for all: its imports cost more than a family does. It builds below `check_family`, which wants a GPU.
 PROGRAM = """
-import json, sys, time, warnings
+import copy, json, sys, time, warnings
 import torch
 warnings.simplefilter("ignore")
 import fla
+from flame.kernels import varlen_attention
 from flame.train.families import FAMILIES
 from flame.train.model import CausalLMLoss
 from tests.fla_families import tiny_config
 from tests.unit.test_model import packed_batch
 
 LENGTHS = [9, 1, 6]
+varlen_attention.MIN_PADDED_OFFSETS = 4  # a program interpreted for each of 256 sequences would take minutes
 
 
 def module_of(name):
@@ -67,10 +69,25 @@ def facts_of(name, packed):
         other["input_ids"][0, :9] = (other["input_ids"][0, :9] + 1) % 64
         changed = losses_of(module, other) != before
         facts["own_changed"], facts["others_changed"] = bool(changed[:8].all()), int(changed[9:].sum())
+    if module.family.traceable is not None:
+        facts["traceable"] = traceable_beside(module, batch, loss, gradients)
     torch.optim.SGD(module.parameters(), lr=0.1 / (max(gradient.norm() for gradient in gradients.values()
                     if gradient is not None))).step()
     facts["step_down"] = loss.item() - module(**batch)[0].item()
     return facts
+
+
+def traceable_beside(module, batch, loss, gradients):
+    # in the forms for compiled blocks: how far loss and gradients are from those of fla's own modules
+    other = copy.deepcopy(module)
+    other.zero_grad()
+    assert other.family.traceable(other.blocks()) is None
+    other_loss, *_ = other(**batch)
+    other_loss.backward()
+    apart = [
+        ((value.grad - gradients[key]).norm() / gradients[key].norm()).item() for key, value in other.named_parameters()
+    ]
+    return {"loss": other_loss.item() / loss.item() - 1, "gradients": max(apart)}
 
 
 def mamba2_by_recurrence():
@@ -129,6 +146,12 @@ def test_every_parameter_has_a_gradient_and_a_step_lowers_the_loss(facts: dict[s
     assert found["num_labels"] == 13 and found["loss"] / 13 == pytest.approx(4.16, abs=0.4)
     assert found["without_gradient"] == []
     assert found["step_down"] > 0
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name == HYBRID or FAMILIES[name].traceable is not None])
+def test_forms_for_compiled_blocks_are_flas_modules_within_rounding(facts: dict[str, Any], name: str) -> None:
+    apart = facts[name]["traceable"]
+    assert abs(apart["loss"]) < 1e-6 and apart["gradients"] < 1e-4
 
 
 def test_mamba2_by_another_kernel_is_its_recurrence(facts: dict[str, dict[str, Any]]) -> None:

@@ -23,7 +23,10 @@ from tests.fla_families import tiny_config
 META = torch.device("meta")
 LAYERS = 4
 # What differs from layer to layer: hgrn2's first has no lower bound, rwkv7's first gives its values to the others.
-GRAPHS = dict.fromkeys(("gla", "gsa", "delta_net", "gated_deltanet", "kda", "retnet"), 1) | {"hgrn2": 2, "rwkv7": 2}
+GRAPHS = dict.fromkeys(("gla", "gsa", "delta_net", "gated_deltanet", "kda", "retnet", "mamba2"), 1) | {
+    "hgrn2": 2,
+    "rwkv7": 2,
+}
 
 
 def module_of(name: str, **options: Any) -> CausalLMLoss:
@@ -49,8 +52,8 @@ def through_blocks(blocks: list[nn.Module], lengths: list[int], *, lower_bounds:
             arguments["lower_bound"] = torch.zeros(32, device=META)
         if v_first:
             arguments["v_first"] = first
-        hidden, _, _, last = block(hidden, **arguments)
-        first = last if v_first else first
+        hidden, *others = block(hidden, **arguments)
+        first = others[-1] if v_first else first
     return hidden
 
 
