@@ -9,7 +9,8 @@ from pathlib import Path
 from flame.config import option, parse_count
 from flame.errors import UsageError
 from flame.preprocess.ranges import TaskRange, parse_range
-from flame.preprocess.where import Where, parse_where
+from flame.preprocess.where import Where
+from flame.preprocess.where_parse import parse_where
 
 DEFAULT_SHARD_TOKENS = 2**28
 DEFAULT_BLOCK_TOKENS = 2**22

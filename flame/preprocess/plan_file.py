@@ -29,7 +29,7 @@ from flame.preprocess.folder import (
 from flame.preprocess.plan import PLAN_VERSION, InputFile, Piece, Task
 from flame.preprocess.readers.columns import Columns
 from flame.preprocess.records import check_record, checksum_of, intact, write_record
-from flame.preprocess.where import parse_where
+from flame.preprocess.where_parse import parse_where
 from flame.shards.manifest import read_manifest
 
 SECONDS_TO_DIE = 30.0

@@ -20,9 +20,9 @@ from flame.preprocess.filters import by_characters, cut_long
 from flame.preprocess.readers.columns import Columns
 from flame.preprocess.rejects import Rejects
 from flame.preprocess.texts import make_documents
-from flame.preprocess.where import parse_where
 from flame.preprocess.where_arrow import kept_rows
 from flame.preprocess.where_columns import check_columns, group_may_match
+from flame.preprocess.where_parse import parse_where
 from flame.preprocess.where_rows import WhereTypeError, keeps_row, typed_value
 from tests.reading import read
 
