@@ -26,7 +26,8 @@ def test_a_plan_is_arithmetic_over_the_ranks_and_writes_nothing(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = tmp_path / "run"
-    argv = [*arguments(folder, run, checkpoint__interval=8, checkpoint__keep_latest_k=2), "--dry_run"]
+    options = {"checkpoint__interval": 8, "checkpoint__keep_latest_k": 2, "training__data_probs": "0.7,0.3"}
+    argv = [*arguments(folder, run, **options), "--dry_run"]
     plan = told(capsys, [*argv, "--dry_run_ranks=4"])
     assert "global batch  1,024 tokens: 8 windows of 128" in plan  # 4 ranks × 2 rows of 128
     assert "steps         20, 20,480 tokens" in plan and "warm-up       4 steps, 4,096 tokens" in plan

@@ -472,10 +472,10 @@ def test_compiled_autograd_is_refused_with_its_reason() -> None:
         parse("--experimental.enable_compiled_autograd")
 
 
-@pytest.mark.parametrize("part", ["input", "weight", "grad_output"])
-def test_delayed_scaling_is_refused_with_its_reason(part: str) -> None:
+@pytest.mark.parametrize("name", ["scaling_type_input", "scaling_type_weight", "scaling_type_grad_output"])
+def test_delayed_scaling_is_refused_with_its_reason(name: str) -> None:
     with pytest.raises(UsageError, match="no longer has delayed scaling"):
-        parse(f"--float8.scaling_type_{part}", "delayed")
+        parse(f"--float8.{name}", "delayed")
 
 
 def test_defaults_of_what_has_no_engine_may_be_written_out() -> None:
