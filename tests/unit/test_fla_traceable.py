@@ -121,3 +121,14 @@ def test_settings_are_followed_in_one_graph() -> None:
 
 def test_selective_checkpointing_keeps_what_the_kernels_made() -> None:
     assert "flame::linear_gla" in _KEPT_NAMES and "flame::linear_gla_backward" not in _KEPT_NAMES
+
+
+@pytest.mark.usefixtures("quick_compile")
+def test_rows_of_other_lengths_are_one_further_graph() -> None:
+    module = module_of("gla")
+    _compile(module, module.blocks())
+    compiled = []
+    for length in (40, 90, 130, 70):
+        through_blocks(module.blocks(), [length], lower_bounds=False, v_first=False).sum().backward()
+        compiled.append(counters["stats"]["unique_graphs"])
+    assert compiled == [1, 2, 2, 2]
