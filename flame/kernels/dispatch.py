@@ -182,7 +182,7 @@ def choose_convolution(requested: str, *, device: torch.device, dtype: torch.dty
     Raises `UsageError` if the name is unknown or cannot run here.
     """
     refusals = {name: implementation.refusal(device, dtype) for name, implementation in CONVOLUTIONS.items()}
-    return _chosen("the short convolution", requested, refusals)
+    return _chosen("short convolution", requested, refusals)
 
 
 def _chosen(kernel: str, requested: str, refusals: Mapping[str, str | None]) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from flame.kernels.dispatch import CONVOLUTIONS, ConvolutionImplementation, choose_convolution
@@ -32,6 +33,8 @@ def short_convolution(
     have the same bits whatever other documents hold, and so have those of the weight from call to call. Rows of `x_BTC`
     may lie apart in memory, as those of a part of a wider projection do. Backward keeps only the inputs.
     """
+    if weight_CW.shape[1] == 1:
+        weight_CW = F.pad(weight_CW, (1, 0))  # kernels look back at least once
     y_TC = _forward(x_BTC.flatten(0, 1), weight_CW, bias_C, positions_BT.flatten(), silu, implementation)
     return y_TC.view(x_BTC.shape)
 

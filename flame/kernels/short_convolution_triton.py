@@ -113,6 +113,7 @@ def _division(
 ) -> tuple[tuple[int, int], dict[str, int | bool]]:
     """Return the grid and the constants of a launch. Programs side by side read the same rows."""
     (num_tokens, num_channels), num_taps = x_TC.shape, weight_CW.shape[1]
+    assert num_taps > 1, "a kernel's queue of rows is not empty"
     depth = max(walk.depth, triton.next_power_of_2(num_taps - 1))  # those that the last rows of a run owe something to
     run = max(depth, min(walk.run, triton.next_power_of_2(num_tokens)))
     even = num_channels & -num_channels  # the largest power of two that divides them, where that is not too narrow
