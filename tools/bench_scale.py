@@ -9,7 +9,8 @@ with 2 replicas. Each row is a `flame-train` of its own, on packed documents of 
 Speed and MFU: medians of the later half of the measured steps. Then four steps more run under the profiler, and the
 last one's traces tell how long collectives took, as a share of the step: all of it, what no other kernel hid
 ("exposed"), as means over the ranks, and the exposed share of the rank that waits least for others. Efficiency is
-against the one-rank run of the same model in this call. Memory is the device's, on a CPU the largest process's.
+against the one-rank run of the same model in this call. Memory is that of rank 0's device, on a CPU that of the largest
+process.
 """
 
 from __future__ import annotations
