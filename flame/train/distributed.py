@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from flame.errors import TrainingError, UsageError
+from flame.words import counted
 
 T = TypeVar("T")
 
@@ -76,13 +77,14 @@ def mesh_shape(world_size: int, replicate: int, shard: int | None) -> tuple[int,
         if left:
             raise UsageError(
                 "the ranks cannot be divided among the replicas",
-                got=f"{world_size} ranks, training.data_parallel_replicate_degree {replicate}",
+                got=f"{counted(world_size, 'rank')}, training.data_parallel_replicate_degree {replicate}",
                 expected="a replicate degree that divides the number of ranks",
             )
     if replicate * shard != world_size:
         raise UsageError(
             "the data-parallel degrees do not multiply to the number of ranks",
-            got=f"data_parallel_replicate_degree {replicate} × data_parallel_shard_degree {shard}, {world_size} ranks",
+            got=f"data_parallel_replicate_degree {replicate} × data_parallel_shard_degree {shard}, "
+            f"{counted(world_size, 'rank')}",
             expected=f"a product of {world_size}",
             fix="Leave training.data_parallel_shard_degree at -1 to take the ranks that are left over",
         )

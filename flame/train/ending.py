@@ -13,6 +13,7 @@ from flame.train.log import log
 from flame.train.run import State, write_status
 from flame.train.setup import Run
 from flame.train.signals import EXIT_PREEMPTED, StopRequest
+from flame.words import counted
 
 
 def tell_status(
@@ -68,4 +69,4 @@ def finish(run: Run, state: TrainState, latest: Path | None) -> None:
             tell_status(run, "failed", state, latest, f"the export failed: {caught}")
             error = caught
     raise_together(error, run.world, "the final export")
-    log.info("finished: %d steps, %s tokens", state.step, f"{state.consumed_tokens:,}")
+    log.info("finished: %s, %s tokens", counted(state.step, "step"), f"{state.consumed_tokens:,}")

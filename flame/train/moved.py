@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from flame.errors import UsageError
+from flame.shards.format import MANIFEST
 from flame.train.options import TrainingOptions
 
 _PREPROCESSING = ("dataset_name", "dataset_split", "data_dir", "data_files")
@@ -20,6 +21,8 @@ def refuse_preprocessing(training: TrainingOptions, tokenizer: str | None) -> No
     names = [f"--training.{name}" for name in given] + ["--training.streaming"] * training.streaming
     if names:
         what = f"training no longer reads text, which {' and '.join(names)} would have it do"
+        if training.corpora and all(map(_is_built, training.corpora)):
+            raise UsageError(what, fix=f"Leave that away: {training.dataset} is built already")
         raise UsageError(what, fix=_commands_to_type(training.corpora or ("DATASET",), given, tokenizer))
 
 
@@ -41,6 +44,13 @@ def _commands_to_type(datasets: Sequence[str], given: Mapping[str, str], tokeniz
     ]
     built = "a corpus" if len(commands) == 1 else "corpora"
     return f"Build {built} once: {'; '.join(commands)}; then train with --training.dataset {','.join(outputs)}"
+
+
+def _is_built(dataset: str) -> bool:
+    """Whether `dataset` is a corpus or a mixture manifest, and no text."""
+    path = Path(dataset)
+    folder = path if "@" not in dataset or path.exists() else Path(dataset.rpartition("@")[0])  # PATH@SPLIT
+    return (folder / MANIFEST).is_file() or (path.suffix == ".json" and path.is_file())
 
 
 def _is_hub_name(dataset: str) -> bool:

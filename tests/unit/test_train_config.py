@@ -419,6 +419,15 @@ def test_streaming_false_is_fine() -> None:
     assert parse("--training.streaming", "false").training.streaming is False
 
 
+def test_options_of_text_are_only_to_be_left_away_where_the_corpus_is_built(tmp_path: Path) -> None:
+    (tmp_path / "web").mkdir()
+    (tmp_path / "web" / "manifest.json").touch()
+    (tmp_path / "mix.json").touch()
+    for dataset in (f"{tmp_path / 'web'},{tmp_path / 'web'}@train", f"{tmp_path / 'mix.json'}"):
+        with pytest.raises(UsageError, match=rf"streaming .* Leave that away: {dataset} is built already\.$"):
+            parse("--training.dataset", dataset, "--training.streaming")
+
+
 def test_the_name_of_a_dataset_is_answered_with_the_command_to_type(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
