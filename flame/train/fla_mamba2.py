@@ -23,6 +23,8 @@ ACTIVATIONS = ("silu", "swish")
 class PackedMamba2(nn.Module):
     """fla's `Mamba2` of `[B, T, D]`, for training: the same parameters under the same names."""
 
+    is_short_convolution = True  # it has one
+
     def __init__(self, original: Any) -> None:
         super().__init__()
         assert original.activation in ACTIVATIONS, "check_family refuses others"

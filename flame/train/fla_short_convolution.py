@@ -16,6 +16,8 @@ from flame.kernels.short_convolution import positions_in_documents, short_convol
 class PackedShortConvolution(ShortConvolution):
     """fla's `ShortConvolution` of `[B, T, C]`, for training: it reads no cache, returns none, and adds no residual."""
 
+    is_short_convolution = True
+
     def forward(
         self, x: Tensor, *, cu_seqlens: Tensor | None = None, cache: None = None, output_final_state: bool = False
     ) -> tuple[Tensor, None]:

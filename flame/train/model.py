@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from flame.errors import TrainingError
-from flame.kernels.dispatch import choose_attention, choose_loss
+from flame.kernels.dispatch import choose_attention, choose_convolution, choose_loss
 from flame.kernels.linear_cross_entropy import linear_cross_entropy
 from flame.train.experts import balance_loss
 from flame.train.families import GENERIC, check_family, family_of
@@ -144,6 +144,8 @@ def build_model(
     with torch.device("cpu" if rank == 0 else "meta"):
         model = construct_model(config, chosen)
     model.train()
+    if any(hasattr(module, "is_short_convolution") for module in model.modules()):
+        log.info("short convolutions: %s", choose_convolution("auto", device=device, dtype=dtype))
     if family.fused_loss and model.get_output_embeddings() is None:
         raise TrainingError(f"a model of the type {config.model_type} has no output head to train")
     return CausalLMLoss(model, family, loss)
