@@ -6,7 +6,7 @@ to the last bit. What a graph must know of a function without running it stands 
 is compared whenever one runs: a version of fla that keeps something else is an error, not a wrong gradient.
 
 Packed documents come as `cu_seqlens`. How many chunks they make is data, for which fla waits for the device: here once
-a batch and not in each layer (`_one_object`, `_totals_known`).
+a batch and not in each layer (`_one_object`, `totals_known`).
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ def _define(name: str, kernel: Kernel) -> Any:
 @cache
 def _loaded(function: str) -> tuple[Any, tuple[str, ...]]:
     """Return one of fla's functions and the names of its forward's parameters, the context left out."""
-    _totals_known()
+    totals_known()
     module, _, name = function.rpartition(".")
     loaded = getattr(importlib.import_module(module), name)
     return loaded, tuple(inspect.signature(loaded.forward).parameters)[1:]
@@ -226,7 +226,7 @@ class _Offsets(Tensor):
 
 
 @cache
-def _totals_known() -> None:
+def totals_known() -> None:
     """Let fla's kernels of states not ask the device in each layer, three times, how many chunks there are."""
     from fla.ops.common import chunk_h
 

@@ -15,9 +15,11 @@ from flame.train.log import log
 
 
 def _construct_fla(config: PretrainedConfig, attention: str) -> PreTrainedModel:
+    from flame.kernels.linear_attention import totals_known
     from flame.train.fla_modules import flash_attention_not_needed, replace_attention  # imports fla: seconds
     from flame.train.fla_short_convolution import replace_short_convolutions
 
+    totals_known()
     with flash_attention_not_needed():
         model = from_config(config)
     replace_attention(model, attention)

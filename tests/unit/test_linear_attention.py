@@ -223,7 +223,7 @@ def test_offsets_are_known_again_by_their_memory_until_it_is_written() -> None:
 def test_how_many_chunks_there_are_is_known_without_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     from fla.ops.common import chunk_h
 
-    own._totals_known()
+    own.totals_known()
     offsets = chunk_h.prepare_chunk_offsets(torch.tensor([0, 65, 70]), 64)
     assert offsets.tolist() == [0, 2, 3]
     monkeypatch.setattr(offsets, "total", 7)  # what is asked for comes from the host, whatever the tensor holds
