@@ -100,7 +100,11 @@ class CreateOptions:
         None, help="with --packing best_fit: tokens of a pack, the run's training.window_len", unit="tokens"
     )
     max_epochs: tuple[tuple[str | None, float], ...] = option(
-        (), help="how often a source may be seen at most: NAME=N, or N for all", parse=parse_cap, repeat=True
+        (),
+        help="how often a source may be seen at most: NAME=N, or N for all",
+        metavar="[NAME=]N",
+        parse=parse_cap,
+        repeat=True,
     )
     tokens: int | None = option(
         None, help="how many tokens the run will train on, to plan for", unit="tokens", parse=parse_count
@@ -115,6 +119,8 @@ class CreateOptions:
 
     def __post_init__(self) -> None:
         chosen = [name for name in ("natural", "temperature", "unimax") if getattr(self, name) not in (None, False)]
+        if self.tokens == 0:
+            raise UsageError("--tokens 0 is no run", expected="1 or more")
         if (self.packing == WINDOWS) != (self.context_len is None):
             raise UsageError(
                 "--packing best_fit and --context_len go together",
@@ -136,7 +142,7 @@ class CreateOptions:
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value > 0):
                 raise UsageError(f"--{name} is no {kind}", got=value, expected="a number above 0")
-        if self.unimax is not None and not self.tokens:
+        if self.unimax is not None and self.tokens is None:
             raise UsageError("--unimax spreads the run's tokens over the sources", fix="Say how many: --tokens 100B")
         by_tokens = bool(chosen)
         if self.min_proportion and not by_tokens:

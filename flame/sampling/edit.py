@@ -57,6 +57,7 @@ class EditOptions(MixtureOptions):
     max_epochs: tuple[tuple[str | None, float], ...] = option(
         (),
         help="how often a source may be seen at most in the whole run: NAME=N, or N for all; else as it was",
+        metavar="[NAME=]N",
         parse=parse_cap,
         repeat=True,
     )
@@ -73,6 +74,12 @@ class EditOptions(MixtureOptions):
     def __post_init__(self) -> None:
         if self.start < 1:
             raise UsageError("--start is the run's beginning", fix="A mixture from token 0 on is made by create")
+        if self.tokens is not None and self.tokens <= self.start:
+            raise UsageError(
+                "the run would end before the new stage begins",
+                got=f"--start {self.start:,} --tokens {self.tokens:,}",
+                expected="the tokens of the whole run, those that it has consumed included",
+            )
         if not self.weight and not self.add:
             raise UsageError("nothing changes: the new stage has neither --weight nor --add")
         if self.ramp_steps < 1:

@@ -71,7 +71,7 @@ def read_recipe(path: Path, *, tokens: int | None = None, data_seed: int | None 
         _check_keys(value, _TOP, "")
         length = _tokens(value["tokens"], "tokens") if tokens is None and "tokens" in value else tokens
         if length == 0:
-            _wrong("tokens", 0, "a run of 1 token or more")
+            _wrong("tokens", 0, "1 or more")
         seed = data_seed if data_seed is not None else value.get("data_seed", DEFAULT_DATA_SEED)
         if type(seed) is not int:
             raise UsageError("the recipe is wrong at data_seed", got=repr(seed), expected="a whole number")

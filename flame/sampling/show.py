@@ -60,13 +60,15 @@ class ShowOptions(MixtureOptions):
     json: bool = option(False, help="print one JSON object: the manifest, and the plan of each stage")
 
     def __post_init__(self) -> None:
+        if self.tokens == 0:
+            raise UsageError("--tokens 0 is no run", expected="1 or more")
         if self.plot is None:
             return
         if self.plot.suffix not in (".png", ".svg", ".pdf"):
             raise UsageError("--plot draws .png, .svg or .pdf", got=self.plot)
         if not self.plot.absolute().parent.is_dir():
             raise UsageError("the folder of --plot does not exist", got=self.plot)
-        if not self.tokens:
+        if self.tokens is None:
             raise UsageError(
                 "--plot draws a run from its beginning to its end", fix="Say how long it is: --tokens 100B"
             )

@@ -163,6 +163,7 @@ def test_an_output_that_is_there(folder: Path, capsys: Capture) -> None:
         (2, [*WEB_AND_CODE, "--max_epochs", "0"], "no number of epochs"),
         (2, [*WEB_AND_CODE, "--max_epochs", "2", "--max_epochs", "3"], "--max_epochs speaks of all twice"),
         (2, [*WEB_AND_CODE, "--tokens", "1.5"], "no whole count"),
+        (2, [*WEB_AND_CODE, "--tokens", "0"], "no run"),
         (2, [*WEB_AND_CODE, "--sede", "3"], "seed"),
     ],
 )

@@ -185,6 +185,7 @@ def test_an_edit_keeps_what_was_drawn_and_adds_a_source(folder: Path, capsys: py
         (["--start", 10, "--weight", "web=1"], "leaves sources out"),
         (["--start", 10, "--weight", "wbe=1"], "no such source"),
         (["--start", 10, "--weight", "web"], "no weight"),
+        (["--start", 10, "--weight", "web=1", "--weight", "code=1", "--tokens", 10], "before the new stage begins"),
         (
             ["--start", 10, "--weight", "web=1", "--weight", "code=1", "--weight", "web=2"],
             "--weight speaks of web twice",
