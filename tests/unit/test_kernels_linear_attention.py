@@ -22,90 +22,39 @@ import torch
 import torch.nn.functional as F
 warnings.simplefilter("ignore")
 import fla
-from fla.ops import delta_rule, gated_delta_rule, gla, gsa, kda, retention, rwkv7, simple_gla
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
-from flame.kernels import fla_functions, reference
 from flame.kernels import linear_attention as own
-from flame.kernels import varlen_attention
+from flame.kernels import reference, varlen_attention
 from flame.train.families import FAMILIES
-from flame.train.fla_traceable_rwkv7 import _LOWEST_DECAY
 from flame.train.model import CausalLMLoss
 from flame.train.parallelize import parallelize
 from tests.fla_families import tiny_config
+from tests.linear_attention_cases import differentiated, make_cases, same_bits
 from tests.unit.test_model import packed_batch
 from tests.unit.test_parallelize import process_group
 
 varlen_attention.MIN_PADDED_OFFSETS = 4
-T, K, V = 12, 16, 32
+SIZES = dict(heads=1, key_width=16, value_width=32, dtype=torch.float16)  # older interpreters know no bf16 constants
 OFFSETS = torch.tensor([0, 7, 12, 12], dtype=torch.int32)  # the last sequence is empty, as padding makes them
-torch.manual_seed(0)
-q, k, v, g = (torch.randn(1, T, 1, n, dtype=torch.float16) for n in (K, K, V, K))
-one = torch.randn(1, T, 1, dtype=torch.float16)
-number, wide = torch.randn(1), torch.randn(K)
-common = {"cu_seqlens": OFFSETS}
-in_kernel = dict.fromkeys(fla_functions._IN_KERNEL, True)
-CASES = {
-    "gla": ((q, k, v, F.logsigmoid(g)), lambda q, k, v, g: gla.chunk_gla(q, k, v, g, state_v_first=True, **common), {}),
-    "delta_rule": (
-        (q, k, v, one.sigmoid()),
-        lambda q, k, v, b: delta_rule.chunk_delta_rule(q, k, v, b, use_qk_l2norm_in_kernel=True, **common),
-        {},
-    ),
-    "gated_delta_rule": (
-        (q, k, v, one, one, number, number),
-        lambda q, k, v, g, b, a, d: gated_delta_rule.chunk_gated_delta_rule(
-            q, k, v, g, b, A_log=a, dt_bias=d, **in_kernel, **common
-        ),
-        {"allow_neg_eigval": False},
-    ),
-    "kda": (
-        (q, k, v, g, one, number, wide),
-        lambda q, k, v, g, b, a, d: kda.chunk_kda(q, k, v, g, b, A_log=a, dt_bias=d, **in_kernel, **common),
-        {"allow_neg_eigval": False, "safe_gate": False, "lower_bound": None},
-    ),
-    "gsa": ((q, k, v, g, F.logsigmoid(g)), lambda q, k, v, s, g: gsa.chunk_gsa(q, k, v, s, g, **common), {}),
-    "retention": ((q, k, v), lambda q, k, v: retention.chunk_retention(q, k, v, **common), {}),
-    "simple_gla": (
-        (q, k, v, F.logsigmoid(one)),
-        lambda q, k, v, g: simple_gla.chunk_simple_gla(q, k, v, g, **common),
-        {},
-    ),
-    "rwkv7": (
-        (q, k, v, 0.1 * g, 0.1 * k, _LOWEST_DECAY * g.sigmoid()),
-        lambda q, k, v, a, b, w: rwkv7.chunk_rwkv7(
-            q, w, k, v, a, b, scale=K**-0.5, safe_gate=True, lower_bound=_LOWEST_DECAY, chunk_size=64, **common
-        ),
-        {"lower_bound": _LOWEST_DECAY},
-    ),
-}
-
-
-def differentiated(function, inputs):
-    inputs = [x.clone().requires_grad_() for x in inputs]
-    out = function(*inputs)
-    weight = torch.linspace(-1, 1, out.numel()).to(torch.float16).to(out.dtype).view_as(out)
-    return out, *torch.autograd.grad((out * weight).sum(), inputs)
+CASES = make_cases(OFFSETS, **SIZES)
 
 
 def bits():
-    found = {}
-    for name, (inputs, theirs, settings) in CASES.items():
-        expected = differentiated(lambda *x: theirs(*x)[0], inputs)
-        ours = differentiated(lambda *x: own.linear_attention(name, *x, **common, **settings), inputs)
-        found[name] = [torch.equal(a, b) for a, b in zip(expected, ours, strict=True)]
-    return found
+    return {
+        name: same_bits(case, lambda *x: own.linear_attention(name, *x, cu_seqlens=OFFSETS, **case.settings))
+        for name, case in CASES.items()
+    }
 
 
 def several_chunks():
     # documents of several chunks, the last of each cut short: errors beside the recurrence in fp64, ours and fla's
     offsets = torch.tensor([0, 70, 140, 140], dtype=torch.int32)
-    q, k, v, g = (torch.randn(1, 140, 1, n, dtype=torch.float16) for n in (K, K, V, K))
-    inputs = q, k, v, F.logsigmoid(g) / 16
-    theirs = differentiated(lambda *x: gla.chunk_gla(*x, state_v_first=True, cu_seqlens=offsets)[0], inputs)
-    ours = differentiated(lambda *x: own.linear_attention("gla", *x, cu_seqlens=offsets), inputs)
+    case = make_cases(offsets, **SIZES)["gla"]
+    theirs = differentiated(lambda *x: case.theirs(*x)[0], case.inputs)
+    ours = differentiated(lambda *x: own.linear_attention("gla", *x, cu_seqlens=offsets), case.inputs)
     exact = differentiated(
-        lambda *x: reference.gated_linear_attention(*x, offsets, scale=K**-0.5), [x.double() for x in inputs]
+        lambda *x: reference.gated_linear_attention(*x, offsets, scale=16**-0.5), [x.double() for x in case.inputs]
     )
     errors = [
         [((a - b).norm() / b.norm()).item() for a, b in zip(found, exact, strict=True)] for found in (theirs, ours)
@@ -115,7 +64,7 @@ def several_chunks():
 
 
 def opcheck():
-    inputs = [x.float().requires_grad_() for x in CASES["gla"][0]]
+    inputs = [x.float().requires_grad_() for x in CASES["gla"].inputs]
     utilities = ("test_schema", "test_faketensor", "test_autograd_registration")
     return torch.library.opcheck(own._OPERATOR["gla"], (*inputs, OFFSETS, 1.0), test_utils=utilities)
 
