@@ -1,0 +1,68 @@
+"""Linear attention's operators on a GPU: fla's bits in bf16, GLA near fp64, no wait after a batch's first call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("fla")
+
+from flame.kernels import reference
+from flame.kernels.fla_functions import KERNELS
+from flame.kernels.linear_attention import linear_attention
+from tests.linear_attention_cases import differentiated, make_cases, same_bits
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+SIZES: dict[str, Any] = {"heads": 2, "key_width": 64, "value_width": 128, "dtype": torch.bfloat16}
+
+
+def offsets_of(*ends: int) -> Tensor:
+    return torch.tensor([0, *ends, ends[-1], ends[-1]], dtype=torch.int32, device="cuda")
+
+
+@pytest.mark.parametrize("name", [name for name in KERNELS if name != "gla"])
+def test_an_operator_has_the_bits_of_flas_function(name: str) -> None:
+    offsets = offsets_of(65, 66, 300, 512)
+    case = make_cases(offsets, **SIZES)[name]
+    assert all(same_bits(case, lambda *x: linear_attention(name, *x, cu_seqlens=offsets, **case.settings)))
+
+
+def test_gla_is_as_near_to_its_recurrence_as_flas() -> None:
+    offsets = offsets_of(65, 66, 300, 512)
+    case = make_cases(offsets, **SIZES)["gla"]
+    theirs = differentiated(lambda *x: case.theirs(*x)[0], case.inputs)
+    ours = differentiated(lambda *x: linear_attention("gla", *x, cu_seqlens=offsets), case.inputs)
+    doubles = tuple(x.double() for x in case.inputs)
+    exact = differentiated(
+        lambda *x: reference.gated_linear_attention(*x, offsets, scale=SIZES["key_width"] ** -0.5), doubles
+    )
+    errors = [[float((a - b).norm() / b.norm()) for a, b in zip(x, exact, strict=True)] for x in (theirs, ours)]
+    print("gla, errors of o, q, k, v, g: fla", *map("{:.2e}".format, errors[0]))
+    print("gla, errors of o, q, k, v, g: ours", *map("{:.2e}".format, errors[1]))
+    assert all(own <= 1.1 * fla for fla, own in zip(*errors, strict=True)) and max(errors[1]) < 2e-2
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_only_a_batchs_first_call_waits_for_the_device(name: str) -> None:
+    """As the layers of a model call it, forward and backward, with the same offsets."""
+    offsets = offsets_of(65, 66, 300, 512)
+    case = make_cases(offsets, **SIZES)[name]
+
+    def layer() -> list[Tensor]:
+        return differentiated(
+            lambda *x: linear_attention(name, *x, cu_seqlens=offsets.detach(), **case.settings), case.inputs
+        )
+
+    first = layer()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        again = layer()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
