@@ -14,10 +14,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from flame.train.checkpoint import TrainState, save_checkpoint
+from flame.train.checkpoint import save_checkpoint
 from flame.train.checkpoint_tensors import named_tensors, optimizer_tensors
 from flame.train.distributed import World, join_world
 from flame.train.identity import DataIdentity
+from flame.train.train_state import TrainState
 
 IDENTITY = DataIdentity(
     mixture_fingerprint="sha256:m",

@@ -31,6 +31,7 @@ from flame.train import step as training_step
 from flame.train.checkpoint_saver import CheckpointSaver
 from flame.train.config import parse_train_config
 from flame.train.loader import StepBatch, StepLoader
+from flame.train.losses import LossSums
 from flame.train.step_log import StepLog
 from flame.train.update import UpdateAfterBackward
 
@@ -61,7 +62,7 @@ ROWS: dict[str, dict[str, object]] = {
 # Where the time of a step goes: functions of the loop's, none within another.
 PARTS: dict[str, tuple[tuple[Any, str], ...]] = {
     "read": ((StepLoader, "_read"),),
-    "agree": ((loop, "_agree"),),
+    "agree": ((loop, "agree"),),
     "rates": ((training_step, "apply_hyperparameters"), (training_step, "seed_random")),
     "update": ((UpdateAfterBackward, "finish"),),
     "log": ((StepLog, "count"), (StepLog, "write")),
@@ -143,7 +144,7 @@ class StandIn:
         self.seconds: Counter[str] = Counter()
         """CPU seconds of each part's own thread."""
 
-    def backward(self, module: Any, batch: StepBatch, _offload: Any, window_len: int) -> tuple[Any, list[Any]]:
+    def backward(self, module: Any, batch: StepBatch, _offload: Any, window_len: int) -> LossSums:
         self._calls += 1
         if self._calls in (self._first, self._last):
             self._clocks.append((time.process_time(), time.perf_counter()))
@@ -151,8 +152,8 @@ class StandIn:
             self._weight = min(module.parameters(), key=torch.Tensor.numel)
             self._gradient = torch.zeros_like(self._weight)
         self._weight.grad = self._gradient
-        counts = [micro.input_ids.numel() // window_len for micro in batch.micro_batches]
-        return torch.zeros(()), [torch.zeros(count) for count in counts]
+        num_samples = sum(micro.input_ids.numel() // window_len for micro in batch.micro_batches)
+        return LossSums(loss=torch.zeros(()), balance=None, samples=torch.zeros(num_samples))
 
     def timed(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)

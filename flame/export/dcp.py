@@ -11,12 +11,13 @@ from pathlib import Path
 from flame.errors import CheckpointError, UsageError
 from flame.export.dtypes import main_dtype
 from flame.export.skeleton import build_skeleton, skeleton_files
-from flame.train.checkpoint import TrainState, save_checkpoint
+from flame.train.checkpoint import save_checkpoint
 from flame.train.checkpoint_files import checkpoint_steps
 from flame.train.checkpoint_tensors import named_tensors
 from flame.train.distributed import join_world
 from flame.train.hf_names import match_names
 from flame.train.hf_weights import open_weights
+from flame.train.train_state import TrainState
 
 _STEP_ZERO = "step-0"
 _CONFIG_TOML = "# A Hugging Face model, not yet trained here.\n"

@@ -11,10 +11,11 @@ import torch
 from transformers import PreTrainedModel
 
 from flame.errors import CheckpointError, TokenizerError
+from flame.train.config_names import find_config
 from flame.train.families import check_family
 from flame.train.hf_files import build_hf_files
 from flame.train.initial import GENERATION_CONFIG, read_generation_config
-from flame.train.model_config import construct_model, find_config, load_model_config
+from flame.train.model_config import construct_model, load_model_config
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "*.tiktoken")
 

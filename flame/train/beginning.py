@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flame.train.checkpoint import TrainState
 from flame.train.checkpoint_files import Choice, choose_checkpoint
 from flame.train.config import TrainConfig, flatten
 from flame.train.exclusions import DATALOADER, MODEL, OPTIMIZER, PARTS_TOLD, TRAIN_STATE, parts_left_out
@@ -15,6 +14,7 @@ from flame.train.initial import InitialWeights, find_initial
 from flame.train.log import log
 from flame.train.refusals import shown
 from flame.train.run import changed_options
+from flame.train.train_state import TrainState
 
 
 @dataclass(frozen=True, kw_only=True)

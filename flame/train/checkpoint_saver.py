@@ -21,11 +21,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from flame.train.checkpoint import TrainState, tensors_to_save, write_checkpoint
+from flame.train.checkpoint import tensors_to_save, write_checkpoint
 from flame.train.checkpoint_files import step_folder
 from flame.train.distributed import World, raise_together
 from flame.train.interval import SaveTimes
 from flame.train.log import log
+from flame.train.train_state import TrainState
 
 DISABLED, PINNED = "disabled", "async_with_pinned_mem"
 _PATIENCE_AFTER_FAILURE_SECONDS = 30.0

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from flame.errors import TrainingError
-from flame.train.checkpoint import TrainState
 from flame.train.distributed import raise_together
 from flame.train.log import log
 from flame.train.run import State, write_status
 from flame.train.setup import Run
 from flame.train.signals import EXIT_PREEMPTED, StopRequest
+from flame.train.train_state import TrainState
 from flame.words import counted
 
 

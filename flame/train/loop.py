@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,22 +19,24 @@ from torch.profiler import record_function
 from flame.errors import TrainingError
 from flame.files import exclusive_lock
 from flame.train.activations import offloading
-from flame.train.checkpoint import TrainState, save_checkpoint, small_files
+from flame.train.checkpoint import save_checkpoint, small_files
 from flame.train.checkpoint_files import retain_latest
 from flame.train.checkpoint_saver import CheckpointSaver
 from flame.train.config import TrainConfig, flatten, to_toml
-from flame.train.distributed import World, join_world, raise_together, set_collective_timeout, sum_across_ranks
+from flame.train.distributed import World, join_world, raise_together, set_collective_timeout
+from flame.train.due import agree, what_is_due
 from flame.train.ending import end_early, failure_told, finish, tell_status
 from flame.train.interval import IntervalClock
-from flame.train.loader import StepBatch, StepLoader
+from flame.train.loader import StepLoader
 from flame.train.log import configure_logging, live_line_erased, log
 from flame.train.loggers import LoggedRun, open_loggers
 from flame.train.parallelize import reshard
 from flame.train.profiling import profiling
 from flame.train.setup import Run, prepare
 from flame.train.signals import StopRequest
-from flame.train.step import count_flops, make_update, refuse_nan, train_step
+from flame.train.step import make_update, refuse_nan, train_step
 from flame.train.step_log import StepLog
+from flame.train.train_state import TrainState
 from flame.train.validation import validate
 from flame.train.watchdog import INIT_TIMEOUT, SHUTDOWN_TIMEOUT, TRAIN_TIMEOUT, Watchdog
 from flame.words import counted
@@ -113,7 +114,7 @@ def run_steps(
             step = state.step + 1
             watchdog.begin(f"step {step}", INIT_TIMEOUT if step == first_step else TRAIN_TIMEOUT)
             batch = next(loader)
-            agreed = _agree(run, batch, stop, saver)
+            agreed = agree(run, batch, stop, saver)
             if agreed.stops:
                 stopped = True
                 break
@@ -131,7 +132,7 @@ def run_steps(
             step_log.count(done, wait_seconds=loader.wait_seconds, flops=agreed.flops)
 
             # ---- now and then: validate, log, save
-            due = _due(run, step, save_asked=agreed.saves, is_first=step == first_step)
+            due = what_is_due(run, step, save_asked=agreed.saves, is_first=step == first_step)
             if (due.saves or due.logs) and not done.skipped:
                 refuse_nan(done.grad_norm, step)
             if due.logs:
@@ -160,51 +161,6 @@ def run_steps(
         return end_early(run, stop, state, saver.latest)
     finish(run, state, saver.latest)
     return 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Agreed:
-    """What all ranks say together of a step: sums over the global batch, and what any rank asks for."""
-
-    num_labels: int
-    flops: int
-    stops: bool
-    saves: bool
-
-
-def _agree(run: Run, batch: StepBatch, stop: StopRequest, saver: CheckpointSaver) -> _Agreed:
-    """Sum up a step's batch over all ranks and hear whether any was signalled: one all-reduce on the CPU."""
-    options = run.config.checkpoint
-    save_seconds = options.interval if options.interval_type == "seconds" else math.inf
-    save_is_due = run.world.is_main and saver.seconds_since_save >= save_seconds  # rank 0's clock counts
-    num_labels, flops, stop_votes, save_votes = sum_across_ranks(
-        [batch.num_labels, count_flops(run.flops, batch), int(stop.received is not None), int(save_is_due)]
-    )
-    return _Agreed(num_labels=num_labels, flops=flops, stops=stop_votes > 0, saves=save_votes > 0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Due:
-    """What follows a step."""
-
-    saves: bool
-    weights_only: bool
-    validates: bool
-    logs: bool
-
-
-def _due(run: Run, step: int, *, save_asked: bool, is_first: bool) -> _Due:
-    """Tell what follows a step; `save_asked`: rank 0's clock says so; `is_first` of this process."""
-    config, is_last = run.config, step == run.total_steps
-    options = config.checkpoint
-    at_interval = save_asked if options.interval_type == "seconds" else step % options.interval == 0
-    validates = bool(run.validation_sets) and (is_last or step % config.validation.freq == 0)
-    return _Due(
-        saves=options.enable_checkpoint and (is_last or at_interval),
-        weights_only=is_last and options.model_weights_only,
-        validates=validates,
-        logs=validates or is_last or is_first or step % config.metrics.log_freq == 0,
-    )
 
 
 def _validate(run: Run, clock: IntervalClock) -> dict[str, dict[str, float | None]]:

@@ -11,7 +11,6 @@ from flame.files import free_bytes
 from flame.sampling.geometry import BatchGeometry
 from flame.sampling.position import DataPosition
 from flame.train.beginning import Beginning, find_beginning
-from flame.train.checkpoint import TrainState
 from flame.train.config import TrainConfig, flatten
 from flame.train.distributed import mesh_shape
 from flame.train.families import check_family, family_of
@@ -21,6 +20,7 @@ from flame.train.model_setup import configure_model, param_dtype
 from flame.train.optimizer import parameter_groups
 from flame.train.run import check_start
 from flame.train.run_data import RunData, open_run_data
+from flame.train.train_state import TrainState
 from flame.words import counted
 
 _FP32_BYTES = 4

@@ -14,12 +14,12 @@ from flame.sampling.mixture_file import read_mixture
 from flame.sampling.position import DataPosition, check_windows_drawn, data_position
 from flame.sampling.sampler import Sampler, check_packs
 from flame.train.beginning import Beginning
-from flame.train.checkpoint import DataSegment, TrainState
 from flame.train.checkpoint_files import Choice
 from flame.train.config import TrainConfig
 from flame.train.data import TrainingData, check_tokenizer, open_training_data, open_validation_splits
 from flame.train.exclusions import DATALOADER
 from flame.train.identity import DataIdentity, settle_data_identity
+from flame.train.train_state import DataSegment, TrainState
 from flame.train.validation import ValidationSet, validation_sets
 
 

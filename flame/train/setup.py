@@ -17,7 +17,7 @@ from flame.sampling.history import Segment
 from flame.sampling.position import DataPosition
 from flame.sampling.sampler import Sampler
 from flame.train.beginning import Beginning, beginning_told, find_beginning, loads_moments
-from flame.train.checkpoint import TrainState, load_checkpoint
+from flame.train.checkpoint import load_checkpoint
 from flame.train.checkpoint_files import abandon_later
 from flame.train.config import TrainConfig, flatten, to_toml
 from flame.train.data import TrainingData
@@ -41,6 +41,7 @@ from flame.train.run import (
     write_status,
 )
 from flame.train.run_data import RunData, open_run_data
+from flame.train.train_state import TrainState
 from flame.train.validation import ValidationSet
 
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from flame.sampling.history import METRICS
-from flame.train.checkpoint import TrainState
 from flame.train.console import tell_step, use_color
 from flame.train.devices import peak_flops
 from flame.train.interval import IntervalClock, SaveTimes
@@ -16,6 +15,7 @@ from flame.train.losses import MAX_STEPS_KEPT, StepLosses, gather_losses, spike_
 from flame.train.metrics import MetricsFile, StepMetrics, memory_use
 from flame.train.setup import Run
 from flame.train.step import StepDone
+from flame.train.train_state import TrainState
 
 
 class StepLog:

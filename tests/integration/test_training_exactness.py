@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from flame.errors import TrainingError
 from flame.train import loop
@@ -120,14 +119,14 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[int]]:
     original = training_step.backward
     calls = 0
 
-    def backward(module: Any, batch: Any, *others: Any) -> torch.Tensor:
+    def backward(module: Any, batch: Any, *others: Any) -> Any:
         nonlocal calls
         calls += 1
-        loss = original(module, batch, *others)
+        sums = original(module, batch, *others)
         if calls in steps:
             parameter = next(p for p in module.parameters() if p.grad is not None)
             parameter.grad.to_local().view(-1)[0] = float("nan") if calls % 2 else float("inf")
-        return loss
+        return sums
 
     monkeypatch.setattr(training_step, "backward", backward)
     yield steps

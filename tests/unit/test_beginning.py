@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from flame.train.beginning import Beginning, beginning_told, loads_moments
-from flame.train.checkpoint import DataSegment, TrainState
 from flame.train.checkpoint_files import Choice, Complete
 from flame.train.initial import InitialWeights
+from flame.train.train_state import DataSegment, TrainState
 
 STATE = TrainState(
     step=500,

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from flame.errors import CheckpointError, FlameError
-from flame.train.checkpoint import DataSegment, TrainState, load_checkpoint
+from flame.train.checkpoint import load_checkpoint
 from flame.train.checkpoint_files import checkpoint_steps, choose_checkpoint, find_damage, open_checkpoint
 from flame.train.checkpoint_tensors import StoredModel
 from flame.train.distributed import World
+from flame.train.train_state import DataSegment, TrainState
 from tests.tiny_states import (
     OddShapes,
     adamw,

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from flame.train.config_names import OLD_NAMES, find_config
 from flame.train.families import FAMILIES, family_of
-from flame.train.model_config import OLD_NAMES, find_config, load_model_config
+from flame.train.model_config import load_model_config
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 FILES = sorted(CONFIGS.glob("*.json"))
