@@ -65,6 +65,9 @@ def test_temperature_evens_out_and_keeps_the_order(sizes: list[int], temperature
     assert math.fsum(shares) == pytest.approx(1)
     order = sorted(range(len(sizes)), key=lambda i: sizes[i])
     assert all(shares[a] <= shares[b] for a, b in itertools.pairwise(order))
+    least, most = order[0], order[-1]
+    ratio = math.log(shares[most] / shares[least]) * temperature
+    assert ratio == pytest.approx(math.log(sizes[most] / sizes[least]), abs=1e-6)
     assert tempered(sizes, 1) == pytest.approx([size / sum(sizes) for size in sizes])
 
 
