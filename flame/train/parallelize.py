@@ -121,14 +121,14 @@ def _gather_ahead(parts: list[nn.Module]) -> None:
 def _compile(module: CausalLMLoss, blocks: list[nn.Module]) -> None:
     """Compile each block in place; blocks of one kind share their graphs, so that depth adds no compile time."""
     family = module.family
-    refusal = None if family.compiles else "their kernels are compiled already"
+    refusal = None if family.compiles else "their kernels are compiled already, or their shapes are data"
     if family.traceable is not None:
         refusal = family.traceable(blocks)
     if refusal is not None:
         log.info("training.compile: the blocks stay as they are, for %s", refusal)
         return
     if family.traceable is not None:
-        log.info("training.compile: norms, gates and activations of the blocks are the compiler's, and no longer fla's")
+        log.info("training.compile: linear attention by flame's operators around fla's kernels; the rest is compiled")
     for block in blocks:
         block.compile()
 

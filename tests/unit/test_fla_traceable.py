@@ -68,11 +68,13 @@ def quick_compile(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("quick_compile")
 @pytest.mark.parametrize("name", GRAPHS)
-def test_a_block_is_one_graph_for_all_layers_and_batches(name: str) -> None:
+def test_a_block_is_one_graph_for_all_layers_and_batches(name: str, caplog: pytest.LogCaptureFixture) -> None:
     """On the meta device no kernel runs: what is traced, and what operators tell of shapes, is all there is."""
     module = module_of(name)
     keys = list(module.state_dict())
-    _compile(module, module.blocks())
+    with caplog.at_level(logging.INFO, logger="flame"):
+        _compile(module, module.blocks())
+    assert "linear attention by flame's operators" in caplog.text
     assert list(module.state_dict()) == keys
     compiled = []
     for lengths in ([40], [3, 37], [1] * 40):
