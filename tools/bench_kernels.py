@@ -3,11 +3,13 @@
     python tools/bench_kernels.py                                    # all
     python tools/bench_kernels.py --kernels attention --json         # one object a row
     python tools/bench_kernels.py --kernels loss --vocabularies 32000 --widths 1024 --chunk_mib 256,512,768,1024
+    python tools/bench_kernels.py --kernels convolution --walks 64/4/512/4,128/4/256/2,64/8/256/2
 
 Times are medians of forward and backward, in bf16. The floor of `linear_cross_entropy` is its three products alone,
 of 8,192 tokens at a time; that of attention is its arithmetic, as seen by each document, at the
-rate of the card's matrix products. Memory is the peak beyond the inputs and the gradients that are returned. Errors are
-‖gradient − exact‖ / ‖exact‖ against fp64, over fewer tokens.
+rate of the card's matrix products; that of the short convolution is its bytes, each once, at 4.8 TB/s. Memory is the
+peak beyond the inputs and the gradients that are returned. Errors are ‖gradient − exact‖ / ‖exact‖ against fp64, over
+fewer tokens.
 """
 
 from __future__ import annotations
@@ -32,6 +34,8 @@ sys.path.insert(0, str(PROJECT))
 from flame.kernels import reference  # noqa: E402
 from flame.kernels.dispatch import ATTENTION, choose_attention  # noqa: E402
 from flame.kernels.linear_cross_entropy import linear_cross_entropy  # noqa: E402
+from flame.kernels.short_convolution import positions_in_documents, short_convolution  # noqa: E402
+from flame.kernels.short_convolution_torch import torch_forward  # noqa: E402
 from flame.kernels.varlen_attention import longest, pad_cu_seqlens  # noqa: E402
 
 GPU = torch.device("cuda")
@@ -41,20 +45,22 @@ Row = dict[str, Any]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kernels", default="loss,attention")
+    parser.add_argument("--kernels", default="loss,attention,convolution")
     parser.add_argument("--tokens", type=int, default=65_536)
     parser.add_argument("--vocabularies", default="32000,152064")
     parser.add_argument("--widths", default="1024,2048")
     parser.add_argument("--chunk_mib", default="0", help="budgets of our chunks; 0: what is shipped")
     parser.add_argument("--heads", default="16x16x64,8x8x128,16x4x128", help="query × key heads × dimension")
     parser.add_argument("--windows", default="0,1024", help="sliding windows of attention; 0: none")
-    parser.add_argument("--peers", default="torch,fla,liger,compiled", help="of the loss; left out where absent")
+    parser.add_argument("--channels", default="1536,3072", help="of short convolutions: those of gated_deltanet_512M")
+    parser.add_argument("--walks", default="", help="run/depth/width/lanes of the convolution's kernels, beside theirs")
+    parser.add_argument("--peers", default="torch,fla,liger,compiled", help="left out where absent")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--json", action="store_true", help="one object a row")
     options = parser.parse_args()
     rows: list[Row] = []
     for kernel in options.kernels.split(","):
-        for row in {"loss": bench_losses, "attention": bench_attention}[kernel](options):
+        for row in BENCHES[kernel](options):
             rows.append(row)
             show(row, as_json=options.json)
 
@@ -262,6 +268,115 @@ def attention_error(attend: Callable[..., Tensor], shape: tuple[int, int, int], 
     expected = torch.autograd.grad(out, exact, weights.double())
     ours = torch.autograd.grad(attend(*qkv, pad_cu_seqlens(offsets), longest(max(lengths)), **options), qkv, weights)
     return relative_error(ours[1], expected[1])
+
+
+# ---- short convolution ----------------------------------------------------------------------------------------------
+
+_MEMORY_BYTES_PER_MS = 4.8e9
+
+
+def bench_convolution(options: argparse.Namespace) -> Iterator[Row]:
+    for channels in map(int, options.channels.split(",")):
+        name = f"convolution/{options.tokens}x{channels}"
+        floor = 5 * 2 * options.tokens * channels / _MEMORY_BYTES_PER_MS  # x, y; x, dy and dx
+        yield {"name": f"{name}/each number once", "value": floor, "unit": "ms", "forward_ms": floor * 2 / 5}
+        for peer, function in convolution_functions(options):
+            yield measured_convolution(f"{name}/{peer}", function, channels, floor, options)
+        for text in filter(None, options.walks.split(",")):
+            yield measured_walk(f"{name}/walk {text}", list(map(int, text.split("/"))), channels, options)
+
+
+def convolution_inputs(tokens: int, channels: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return x, the taps, gradients of the result, and the offsets of documents."""
+    generator = torch.Generator(GPU).manual_seed(0)
+    shapes = [(1, tokens, channels), (channels, 4), (1, tokens, channels)]
+    x, taps, weights = (torch.randn(shape, device=GPU, generator=generator).bfloat16() for shape in shapes)
+    offsets = torch.tensor([0, *document_lengths(tokens)]).cumsum(0).int().to(GPU)
+    return x.requires_grad_(), taps.requires_grad_(), weights, pad_cu_seqlens(offsets)
+
+
+def convolution_functions(options: argparse.Namespace) -> Iterator[tuple[str, Callable[..., Tensor]]]:
+    yield (
+        "ours",
+        lambda x, w, positions, offsets: short_convolution(x, w, positions_BT=positions, silu=True),
+    )
+    peers = options.peers.split(",")
+    if "torch" in peers:
+        yield (
+            "ours, plain torch",
+            lambda x, w, positions, offsets: short_convolution(
+                x, w, positions_BT=positions, silu=True, implementation="torch"
+            ),
+        )
+    if "compiled" in peers:
+        compiled = torch.compile(lambda x, w, positions: torch_forward(x[0], w, None, positions[0], True)[None])
+        yield "torch.compile", lambda x, w, positions, offsets: compiled(x, w, positions)
+    if "fla" in peers:
+        try:
+            from fla.modules.convolution import causal_conv1d
+
+            yield "fla", lambda x, w, positions, offsets: causal_conv1d(x, w, activation="silu", cu_seqlens=offsets)[0]
+        except ImportError as error:
+            print(f"fla is left out: {error}", file=sys.stderr)
+
+
+def measured_convolution(
+    name: str, function: Callable[..., Tensor], channels: int, floor: float, options: argparse.Namespace
+) -> Row:
+    x, taps, weights, offsets = convolution_inputs(options.tokens, channels)
+    positions = positions_in_documents(x, offsets)
+    forward = time_ms(lambda: function(x, taps, positions, offsets), options.repeats)
+    both = time_ms(
+        lambda: torch.autograd.grad(function(x, taps, positions, offsets), (x, taps), weights), options.repeats
+    )
+    few = convolution_inputs(2048, channels)
+    exact = [x.detach().double().requires_grad_() for x in few[:2]]
+    y = reference.short_convolution(exact[0][0], exact[1], cu_seqlens=few[3].cpu(), silu=True)[None]
+    expected = torch.autograd.grad(y, exact, few[2].double())
+    ours = function(*few[:2], positions_in_documents(few[0], few[3]), few[3])
+    errors = [relative_error(a, b) for a, b in zip(torch.autograd.grad(ours, few[:2], few[2]), expected, strict=True)]
+    return {
+        "name": name,
+        "value": both,
+        "unit": "ms",
+        "peer": "each number once",
+        "peer_value": floor,
+        "ratio": both / floor,
+        "forward_ms": forward,
+        "error_dx": errors[0],
+        "error_dw": errors[1],
+    }
+
+
+def measured_walk(name: str, numbers: list[int], channels: int, options: argparse.Namespace) -> Row:
+    """Time of both kernels under another division of their work, without autograd."""
+    from flame.kernels.short_convolution_triton import Walk, triton_backward, triton_forward
+
+    walk = Walk(*numbers)
+    x, taps, weights, offsets = convolution_inputs(options.tokens, channels)
+    arguments = (x.detach()[0], taps.detach(), None, positions_in_documents(x, offsets)[0], True, walk)
+    forward = time_ms(lambda: triton_forward(*arguments), options.repeats)
+    backward = time_ms(lambda: triton_backward(weights[0], *arguments), options.repeats)
+    bytes_once = 2.0 * options.tokens * channels
+    return {
+        "name": name,
+        "value": forward + backward,
+        "unit": "ms",
+        "forward_ms": forward,
+        "backward_ms": backward,
+        "forward_tb_s": 2 * bytes_once / forward / 1e9,
+        "backward_tb_s": 3 * bytes_once / backward / 1e9,
+    }
+
+
+BENCHES: dict[str, Callable[[argparse.Namespace], Iterator[Row]]] = {
+    "loss": bench_losses,
+    "attention": bench_attention,
+    "convolution": bench_convolution,
+}
+
+
+# ---- for all --------------------------------------------------------------------------------------------------------
 
 
 def relative_error(ours: Tensor, exact: Tensor) -> float:

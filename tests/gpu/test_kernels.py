@@ -14,6 +14,7 @@ from flame.errors import UsageError
 from flame.kernels import reference
 from flame.kernels.dispatch import ATTENTION, choose_attention
 from flame.kernels.linear_cross_entropy import linear_cross_entropy
+from flame.kernels.short_convolution import positions_in_documents, short_convolution
 from flame.kernels.varlen_attention import longest, pad_cu_seqlens
 
 pytestmark = [
@@ -167,6 +168,96 @@ def test_a_compiled_block_is_one_graph_whatever_the_longest_sequence(attention: 
         for ours, expected in zip(
             torch.autograd.grad(compiled(*arguments).sum(), qkv),
             torch.autograd.grad(block(*arguments).sum(), qkv),
+            strict=True,
+        ):
+            assert (ours.float() - expected.float()).norm() / expected.float().norm() < 1e-2
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+# ---- short convolution ----------------------------------------------------------------------------------------------
+
+SHORT = [700, 1, 33, 2, 3, 1290, 4, 15]
+
+
+def convolved(inputs: list[Tensor], lengths: list[int], **options: Any) -> list[Tensor]:
+    """Return the result and the gradients of x, the taps and, where there is one, the bias."""
+    positions = positions_in_documents(inputs[0], pad_cu_seqlens(offsets_of(lengths)))
+    y = short_convolution(*inputs, positions_BT=positions, **options)
+    generator = torch.Generator(GPU).manual_seed(1)
+    weights = torch.randn(y.shape, device=GPU, generator=generator).to(y.dtype)
+    return [y, *torch.autograd.grad(y, inputs, weights)]
+
+
+def convolution_inputs(channels: int, taps: int, *, bias: bool, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
+    torch.manual_seed(0)
+    shapes = [(1, sum(SHORT), channels), (channels, taps), (channels,)]
+    return [torch.randn(shape, device=GPU).to(dtype).requires_grad_() for shape in shapes[: 2 + bias]]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("silu", [True, False])
+@pytest.mark.parametrize(
+    ("channels", "taps", "bias"), [(1536, 4, False), (200, 4, True), (37, 2, True), (64, 3, False)]
+)
+def test_short_convolution_is_near_fp64_and_waits_for_nothing(
+    channels: int, taps: int, bias: bool, silu: bool, dtype: torch.dtype
+) -> None:
+    inputs = convolution_inputs(channels, taps, bias=bias, dtype=dtype)
+    convolved(inputs, SHORT, silu=silu)  # compiles
+    offsets = pad_cu_seqlens(offsets_of(SHORT))
+    weights = torch.randn(inputs[0].shape, device=GPU).to(dtype)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        positions = positions_in_documents(inputs[0], offsets)
+        y = short_convolution(*inputs, positions_BT=positions, silu=silu, implementation="triton")
+        ours = [y, *torch.autograd.grad(y, inputs, weights)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    expected = reference.short_convolution(exact[0][0], *exact[1:], cu_seqlens=offsets, silu=silu)[None]
+    bound = 3e-3 if dtype == torch.bfloat16 else 1e-5
+    for value, exact_value in zip(
+        ours, [expected, *torch.autograd.grad(expected, exact, weights.double())], strict=True
+    ):
+        assert value.dtype == dtype
+        assert (value.double() - exact_value).norm() / exact_value.norm() < bound
+
+
+def test_short_convolution_gives_the_same_bits_and_keeps_documents_apart() -> None:
+    inputs = convolution_inputs(1536, 4, bias=True)
+    first = convolved(inputs, SHORT, silu=True)
+    for a, b in zip(first, convolved(inputs, SHORT, silu=True), strict=True):
+        assert torch.equal(a, b)
+    own = slice(734, 739)
+    changed = inputs[0].detach().clone()
+    changed[:, own] = float("nan")
+    beside = convolved([changed.requires_grad_(), *inputs[1:]], SHORT, silu=True)
+    others = torch.ones(sum(SHORT), dtype=torch.bool, device=GPU)
+    others[own] = False
+    assert torch.equal(beside[0][:, others], first[0][:, others])
+    assert torch.equal(beside[1][:, others], first[1][:, others])
+    weights = torch.randn(first[0].shape, device=GPU, generator=torch.Generator(GPU).manual_seed(1)).bfloat16()
+    for start, stop in ((701, 734), (739, 2029)):  # each alone, elsewhere in its run and group
+        x = inputs[0].detach()[:, start:stop].clone().requires_grad_()
+        y = short_convolution(x, *inputs[1:], positions_BT=positions_in_documents(x, None), silu=True)
+        assert torch.equal(y, first[0][:, start:stop])
+        assert torch.equal(torch.autograd.grad(y, x, weights[:, start:stop])[0], first[1][:, start:stop])
+
+
+def test_a_compiled_short_convolution_is_one_graph_for_any_documents() -> None:
+    counters.clear()
+    inputs = convolution_inputs(256, 4, bias=False)
+
+    def function(x: Tensor, taps: Tensor, offsets: Tensor) -> Tensor:
+        return short_convolution(x * 2, taps, positions_BT=positions_in_documents(x, offsets), silu=True) + 1
+
+    compiled = torch.compile(function, fullgraph=True)
+    for lengths in (SHORT, [1000, 1048], [2048]):
+        arguments = (*inputs, pad_cu_seqlens(offsets_of(lengths)))
+        for ours, expected in zip(
+            torch.autograd.grad(compiled(*arguments).sum(), inputs),
+            torch.autograd.grad(function(*arguments).sum(), inputs),
             strict=True,
         ):
             assert (ours.float() - expected.float()).norm() / expected.float().norm() < 1e-2
