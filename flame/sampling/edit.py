@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from flame.config import by_name, option, parse_count
-from flame.errors import UsageError
+from flame.errors import MixtureError, UsageError
 from flame.sampling.create import SourceText, check_caps, check_output, parse_cap, parse_source
-from flame.sampling.history import consumed_of_run
+from flame.sampling.history import consumed_of_run, mixture_name, read_segments
 from flame.sampling.interleave import TABLE_SLOTS, integer_weights
 from flame.sampling.mixture import Mixture, Source, Stage
 from flame.sampling.mixture_file import write_mixture
@@ -63,7 +63,7 @@ class EditOptions(MixtureOptions):
     )
     replace_later: bool = option(False, help="drop the stages that begin at --start or later")
     run: Path | None = option(
-        None, help="the run that draws from it: refuse a start that it has passed, by its status.json"
+        None, help="the run that draws from it: refuse a mixture that is not its own, and a start that it has passed"
     )
     tokens: int | None = option(
         None, help="how many tokens the run will train on in all, to plan for", unit="tokens", parse=parse_count
@@ -99,7 +99,7 @@ def edit(options: EditOptions) -> int:
     """Write the edited manifest, which names the old one as its parent, and print its plan."""
     old = options.read()
     if options.run is not None:
-        _check_not_passed(options.run, options.start)
+        _check_run(options.run, old, options.start)
     mixture = edited(old, options)
     splits = open_mixture(mixture)
     print("\n".join(mixture_table(mixture, [split.num_documents for split in splits], options.tokens)))
@@ -183,8 +183,18 @@ def _padded(stage: Stage, num_added: int) -> Stage:
     return replace(stage, weights=stage.weights + (0,) * num_added)
 
 
-def _check_not_passed(run: Path, start: int) -> None:
+def _check_run(run: Path, old: Mixture, start: int) -> None:
+    """Raise unless the run draws from the mixture, or from one that it was made of, and comes to `start` later."""
     step, consumed = consumed_of_run(run)
+    own = [segment.mixture_fingerprint for segment in read_segments(run)][-1:]
+    if own and own[0] not in (old.fingerprint, *old.parents):
+        raise MixtureError(
+            "the run draws from another mixture",
+            where=run,
+            got=old.fingerprint,
+            expected=own[0],
+            fix=f"Edit the run's own: {run / mixture_name(own[0])}",
+        )
     if consumed > start:  # the stage's first sample is the first that begins at its start or later
         raise UsageError(
             "the run has passed --start already",

@@ -247,8 +247,11 @@ def segment_of_step(segments: list[Segment], step: int) -> Segment:
 
 
 def consumed_of_run(run: Path) -> tuple[int, int]:
-    """Return (step, tokens of its data segment that were consumed by then): where the run stands by its status.json."""
-    step = _number(_read_object(run / STATUS), "step")
+    """Return (step, tokens of its data segment that were consumed by then): where the run stands, as far as is known.
+
+    A running one has a status.json that tells where it began, and logs its steps.
+    """
+    step = latest_step(run)
     segments = read_segments(run)
     if step == 0 or not segments:
         return 0, 0

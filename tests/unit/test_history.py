@@ -13,6 +13,7 @@ import pytest
 
 from flame.cli.mix import main
 from flame.sampling.history import Segment, read_segments
+from flame.sampling.mixture_file import read_mixture, write_mixture
 from flame.sampling.sources import mixture_of_corpora
 from flame.train.run import append_segment, check_start, keep_mixture, read_status, write_config, write_status
 from tests.corpora import make_corpus
@@ -54,6 +55,30 @@ def original(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Path) -> 
 def run(original: Path, tmp_path: Path) -> Path:
     """A copy that a test may damage."""
     return Path(shutil.copytree(original, tmp_path / "all")) / "run"
+
+
+def test_an_edit_of_a_running_mixture_begins_where_the_run_has_not_been(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its status tells where it began, its metrics that it has taken two steps of two samples of 16 tokens."""
+    (mixture,) = run.glob("mixture-*.json")
+    make_corpus(run.parent / "new", [[9] * 9] * 9, tokenizer=run.parent / "web/tokenizer")
+    new = [f"--add=new={run.parent / 'new'}:0.5", f"--output={tmp_path / 'b.json'}"]
+    words = ["edit", str(mixture), "--run", str(run), *new]
+    assert main([*words, "--start=63"]) == 2
+    assert "has passed --start already" in capsys.readouterr().err
+    assert main([*words, "--start=64"]) == 0
+    write_status(run, "preempted", step=3)
+    assert main([*words, "--start=95", "--overwrite"]) == 2 and main([*words, "--start=96", "--overwrite"]) == 0
+    edited = read_mixture(tmp_path / "b.json")
+    again = ["--run", str(run), "--weight=web=1", "--weight=new=3", "--start=128"]
+    assert main(["edit", f"{tmp_path / 'b.json'}", *again, f"--output={tmp_path / 'c.json'}"]) == 0, (
+        "an edit of its edit"
+    )
+    write_mixture(tmp_path / "other.json", replace(edited, parents=()))
+    capsys.readouterr()
+    assert main(["edit", f"{tmp_path / 'other.json'}", *again, f"--output={tmp_path / 'd.json'}"]) == 1
+    assert f"Edit the run's own: {mixture}" in capsys.readouterr().err
 
 
 def traced(run: Path, step: int, *words: str) -> int:
