@@ -58,7 +58,7 @@ def test_ranks_wait_long_only_until_the_first_step_of_each_start(
 
     monkeypatch.setattr(Watchdog, "begin", begun)
     monkeypatch.setattr(loop, "set_collective_timeout", lambda world, seconds: told.append(seconds))
-    argv = arguments(folder, tmp_path / "run", training__steps=6, comm__train_timeout_seconds=77)
+    argv = arguments(folder, tmp_path / "run", training__steps=1000, comm__train_timeout_seconds=77)  # never ends
     with pytest.MonkeyPatch.context() as patch:  # a signal while the first step works, as when it compiles
         signal_within(patch, training_step, "backward")
         assert main(argv) == 75
