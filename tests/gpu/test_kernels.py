@@ -13,6 +13,7 @@ from torch._dynamo.utils import counters
 from flame.errors import UsageError
 from flame.kernels import reference
 from flame.kernels.dispatch import ATTENTION, choose_attention
+from flame.kernels.hopper_check import GatedHeads, check_gated_backward, fla_refuses, relative_errors
 from flame.kernels.linear_cross_entropy import linear_cross_entropy
 from flame.kernels.short_convolution import positions_in_documents, short_convolution
 from flame.kernels.varlen_attention import longest, pad_cu_seqlens
@@ -262,3 +263,21 @@ def test_a_compiled_short_convolution_is_one_graph_for_any_documents() -> None:
         ):
             assert (ours.float() - expected.float()).norm() / expected.float().norm() < 1e-2
     assert counters["stats"]["unique_graphs"] == 1
+
+
+# ---- what fla refuses on Hopper -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kernel", "key_dim", "value_dim"),
+    [("gated_delta_rule", 256, 512), ("gated_delta_rule", 128, 128), ("simple_gla", 128, 64)],
+)
+def test_gated_backward_is_the_recurrence_on_this_gpu(kernel: str, key_dim: int, value_dim: int) -> None:
+    """Shapes of configs/: on Hopper with Triton before 3.7.1 the refusal is lifted for them."""
+    pytest.importorskip("fla")
+    heads = GatedHeads(kernel=kernel, key_heads=6, value_heads=6, key_dim=key_dim, value_dim=value_dim)
+    check_gated_backward([heads], GPU, torch.bfloat16)
+    errors = relative_errors(heads, GPU, torch.bfloat16)
+    print(heads, errors)
+    assert max(errors.values()) < 0.03
+    assert not fla_refuses()

@@ -1,0 +1,211 @@
+"""Whether fla's gated backward is right on this Hopper GPU: tried at start, where fla would refuse it unseen.
+
+With a decay a head, fla's `chunk_bwd_dqkwg` raises on Hopper under Triton 3.4.0 to 3.7.0, unless the package tilelang
+is there: that compiler miscompiles a transposed product in it, and gradients of keys and decays come out wrong. By the
+report (flash-linear-attention, issue 640) that happens with key blocks 64 wide, and not with 32 or 128; nothing in fla
+asks which. So the kernel runs here once, with the model's own heads and dtype over a short packed sequence, and its
+result and gradients are compared with the recurrence itself in fp32. Where they agree the refusal is lifted for this
+process, whose kernels of that shape are those that were tried; where not, training does not begin.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from flame.errors import TrainingError
+
+log = logging.getLogger("flame")
+
+_LENGTHS = (70, 1, 64, 121)
+"""Documents of the sequence: on both sides of a chunk of 64, and of one token."""
+_TOLERANCES = {torch.bfloat16: 0.03, torch.float16: 0.03, torch.float32: 0.01}
+"""Of ‖ours − exact‖ / ‖exact‖, for each head. The fault that is feared makes it about 1/2."""
+
+
+@dataclass(frozen=True, kw_only=True, order=True)
+class GatedHeads:
+    """What the kernel is compiled for, beside the dtype."""
+
+    kernel: str
+    """`gated_delta_rule` or `simple_gla`."""
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+
+    def __str__(self) -> str:
+        heads = f"{self.key_heads} key and {self.value_heads} value heads of {self.key_dim} and {self.value_dim}"
+        return f"{self.kernel}, {heads}"
+
+
+def gated_heads(model: nn.Module) -> list[GatedHeads]:
+    """Return the distinct shapes of a model's layers that have the backward in question."""
+    return sorted({heads for module in model.modules() if (heads := _heads_of(module)) is not None})
+
+
+def _heads_of(module: Any) -> GatedHeads | None:
+    names = {kind.__name__ for kind in type(module).__mro__}
+    if "GatedDeltaNet" in names:
+        return GatedHeads(
+            kernel="gated_delta_rule",
+            key_heads=module.num_heads,
+            value_heads=module.num_v_heads,
+            key_dim=module.head_k_dim,
+            value_dim=module.head_v_dim,
+        )
+    if "PackedMamba2" in names:
+        channels, convolved, heads = module.widths
+        key_dim = (convolved - channels) // (2 * module.num_groups)
+        return GatedHeads(
+            kernel="simple_gla", key_heads=heads, value_heads=heads, key_dim=key_dim, value_dim=channels // heads
+        )
+    return None
+
+
+def fla_refuses() -> bool:
+    """Tell whether fla would refuse the gated backward here, by its own conditions."""
+    from fla.ops.common import chunk_o
+    from fla.ops.common.backends import CommonTileLangBackend
+
+    affected = chunk_o.IS_NVIDIA_HOPPER and chunk_o.TRITON_ABOVE_3_4_0 and not chunk_o.TRITON_ABOVE_3_7_1
+    return affected and not CommonTileLangBackend.can_use()
+
+
+def check_gated_backward(shapes: Iterable[GatedHeads], device: torch.device, dtype: torch.dtype) -> None:
+    """Lift fla's refusal in this process if its kernel is right for all `shapes`; raise `TrainingError` if not.
+
+    Where fla refuses nothing, nothing is done. Leaves torch's random numbers as they are.
+    """
+    shapes = list(shapes)
+    if not shapes or not fla_refuses():
+        return
+    from fla.ops.common import chunk_o
+
+    chunk_o.TRITON_ABOVE_3_7_1 = True  # what its refusal asks, and nothing else there
+    try:
+        for heads in shapes:
+            _check(heads, device, dtype)
+    except BaseException:
+        chunk_o.TRITON_ABOVE_3_7_1 = False
+        raise
+
+
+def _check(heads: GatedHeads, device: torch.device, dtype: torch.dtype) -> None:
+    errors = relative_errors(heads, device, dtype)
+    # a NaN is no agreement
+    wrong = {name: error for name, error in errors.items() if not error <= _TOLERANCES[dtype]}
+    if wrong:
+        raise TrainingError(
+            f"fla's gated backward is wrong on this GPU with this Triton ({heads})",
+            got=", ".join(f"{name} off by {error:.2g}" for name, error in wrong.items()) + " of its norm",
+            expected=f"at most {_TOLERANCES[dtype]}, against the recurrence in fp32",
+            fix="Install Triton 3.7.1 or newer, or tilelang: pip install tilelang",
+        )
+    worst = max(errors, key=errors.__getitem__)
+    log.info(
+        "fla refuses its gated backward on Hopper with this Triton (its issue 640), and is right here: %s, %s, over "
+        "documents of %s tokens, result and all gradients are within %.2g (%s) of the recurrence in fp32; the refusal "
+        "is lifted for this process",
+        *(heads, str(dtype).removeprefix("torch."), _LENGTHS, errors[worst], worst),
+    )
+
+
+def relative_errors(heads: GatedHeads, device: torch.device, dtype: torch.dtype) -> dict[str, float]:
+    """Return how far fla's kernel is from the recurrence, by the name of its result and of each gradient."""
+    inputs = _inputs(heads, device, dtype)
+    offsets = torch.tensor([0, *_LENGTHS], device=device).cumsum(0).to(torch.int32)
+    generator = torch.Generator().manual_seed(1)
+    weights = torch.randn(1, sum(_LENGTHS), heads.value_heads, heads.value_dim, generator=generator).to(device, dtype)
+    results = []
+    with torch.enable_grad():
+        for function, wide in ((_by_kernel, False), (_by_recurrence, True)):
+            own = {name: (x.float() if wide else x).detach().requires_grad_() for name, x in inputs.items()}
+            o = function(heads, own, offsets)
+            gradients = torch.autograd.grad(o, list(own.values()), weights.to(o.dtype))
+            results.append({"o": o.detach(), **{f"d{name}": x for name, x in zip(own, gradients, strict=True)}})
+    return {name: _relative_error(value, results[1][name]) for name, value in results[0].items()}
+
+
+def _inputs(heads: GatedHeads, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return what the layer gives the kernel, before the gate and the norms that the kernel makes of it."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    length = sum(_LENGTHS)
+    inputs = {
+        "q": normal(1, length, heads.key_heads, heads.key_dim).to(dtype),
+        "k": normal(1, length, heads.key_heads, heads.key_dim).to(dtype),
+        "v": normal(1, length, heads.value_heads, heads.value_dim).to(dtype),
+    }
+    if heads.kernel == "simple_gla":
+        scale = heads.key_dim**-0.5
+        inputs["k"] *= scale
+        inputs["g"] = -F.softplus(normal(1, length, heads.value_heads)) / 4
+    else:
+        inputs["g"] = normal(1, length, heads.value_heads).to(dtype)
+        inputs["beta"] = normal(1, length, heads.value_heads).to(dtype)
+        inputs["A_log"] = normal(heads.value_heads) / 4 - 1
+        inputs["dt_bias"] = normal(heads.value_heads) / 4
+    return {name: x.to(device) for name, x in inputs.items()}
+
+
+def _by_kernel(heads: GatedHeads, inputs: dict[str, Tensor], offsets: Tensor) -> Any:
+    """Return the kernel's result, called as the layers call it."""
+    if heads.kernel == "simple_gla":
+        from fla.ops.simple_gla import chunk_simple_gla
+
+        return chunk_simple_gla(**inputs, scale=1.0, cu_seqlens=offsets)[0]
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    return chunk_gated_delta_rule(
+        **inputs,
+        use_qk_l2norm_in_kernel=True,
+        use_beta_sigmoid_in_kernel=True,
+        use_gate_in_kernel=True,
+        state_v_first=True,
+        cu_seqlens=offsets,
+    )[0]
+
+
+def _by_recurrence(heads: GatedHeads, inputs: dict[str, Tensor], offsets: Tensor) -> Tensor:
+    """Return the same, one token after the other.
+
+    Source: Yang et al. 2025, "Gated Delta Networks", equation 10; without β it is Dao and Gu 2024, "Transformers are
+    SSMs".
+    """
+    q, k, v, g = (inputs[name][0] for name in "qkvg")
+    beta = None
+    if heads.kernel == "gated_delta_rule":
+        q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
+        q = q * heads.key_dim**-0.5
+        g = -inputs["A_log"].exp() * F.softplus(g + inputs["dt_bias"])
+        beta = inputs["beta"][0].sigmoid()
+    q, k = (x.repeat_interleave(heads.value_heads // heads.key_heads, dim=1) for x in (q, k))
+    rows = []
+    for start, stop in zip(offsets.tolist(), offsets.tolist()[1:], strict=False):
+        state_HKV = v.new_zeros(heads.value_heads, heads.key_dim, heads.value_dim)
+        for t in range(start, stop):
+            state_HKV = state_HKV * g[t].exp()[:, None, None]
+            new_HV = v[t]
+            if beta is not None:
+                new_HV = (new_HV - torch.einsum("hkv,hk->hv", state_HKV, k[t])) * beta[t][:, None]
+            state_HKV = state_HKV + k[t][:, :, None] * new_HV[:, None]
+            rows.append(torch.einsum("hkv,hk->hv", state_HKV, q[t]))
+    return torch.stack(rows)[None]
+
+
+def _relative_error(ours: Tensor, exact: Tensor) -> float:
+    """Return ‖ours − exact‖ / ‖exact‖ of the head in which it is largest; of a number a head, of all."""
+    difference, exact = ours.float() - exact, exact.float()
+    if exact.ndim > 1:
+        difference, exact = (x[0].transpose(0, 1).flatten(1) for x in (difference, exact))
+    return float((difference.norm(dim=-1) / exact.norm(dim=-1)).max())
