@@ -198,4 +198,5 @@ def test_people_get_a_table(run: Path, capsys: pytest.CaptureFixture[str]) -> No
     header, *rows = (line.split() for line in shown.out.splitlines())
     assert header == list(found[0])[: len(header)] and header[:4] == ["step", "rank", "micro_step", "batch_row"]
     assert rows == [[str(one[name]) for name in header] for one in found]
-    assert f"{len(found)} sample{'s' * (len(found) != 1)} by step 14" in shown.err
+    times = {0: "nowhere", 1: "once"}.get(len(found), f"{len(found)} times")
+    assert shown.err == f"flame-mix find: found {times} by step 14\n"
