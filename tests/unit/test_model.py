@@ -133,9 +133,9 @@ def test_the_loss_is_a_sum_over_labels(model_type: str) -> None:
 
 @pytest.mark.parametrize(
     ("model_type", "name", "length"),
-    [("llama", "cu_seq_lens_q", 256), ("transformer", "cu_seqlens", 256), ("gla", "cu_seqlens", 5)],
+    [("llama", "cu_seq_lens_q", 256), ("transformer", "cu_seqlens", 256), ("gla", "cu_seqlens", 256)],
 )
-def test_attention_gets_padded_offsets_and_linear_attention_exact_ones(model_type: str, name: str, length: int) -> None:
+def test_offsets_are_padded_behind_their_own(model_type: str, name: str, length: int) -> None:
     model = build(make_config(model_type)).model if model_type != "gla" else None
     batch = packed_batch()
     arguments = FAMILIES[model_type].sequence_arguments(model, batch["positions"], batch["cu_seqlens"], 20)
