@@ -89,6 +89,7 @@ def _input_file(
     """Return the file as a plan knows it, and add the types of its kept columns to `kinds`, its columns to `names`."""
     if table is not None and table.schema is not None:
         _check_text_column(file.path, table.schema, text_column)
+        _check_names(file.path, table.schema, (text_column, *kinds, *columns_of(where)))
         if where is not None:
             check_columns(where, file.path, table.schema, untyped=file.format in UNTYPED)
         names |= dict.fromkeys(table.schema.names[:SHOWN_COLUMNS] if len(names) < SHOWN_COLUMNS else ())
@@ -224,12 +225,18 @@ def _shown_columns(schema: pa.Schema) -> str:
     return ", ".join(names[:SHOWN_COLUMNS]) + (f" and {len(names) - SHOWN_COLUMNS} more" * (len(names) > SHOWN_COLUMNS))
 
 
+def _check_names(path: str, schema: pa.Schema, wanted: Sequence[str]) -> None:
+    """Raise `InputError` where what is read could be one of several columns."""
+    for name in wanted:
+        column = name if name in schema.names else name.split(".")[0]
+        if schema.names.count(column) > 1:
+            raise InputError(f"several columns are called {name!r}", where=path, fix="Give them different names")
+
+
 def _check_text_column(path: str, schema: pa.Schema, text_column: str) -> None:
     field = field_of(schema, text_column)
     if field is None:
         raise _absent((text_column,), path, schema)
-    if schema.names.count(text_column) > 1:
-        raise InputError(f"several columns are called {text_column!r}", where=path, fix="Give them different names")
     if not is_text_type(field.type):
         raise InputError(
             f"the column {text_column!r} holds no text",

@@ -17,6 +17,7 @@ from flame.preprocess.inputs import find_inputs
 from flame.preprocess.plan import InputFile
 from flame.preprocess.readers.columns import Columns
 from flame.preprocess.scan import scan_inputs
+from flame.preprocess.where_parse import parse_where
 from tests.builds import write_jsonl, write_parquet
 
 
@@ -147,6 +148,15 @@ def test_columns_of_every_format_are_found_and_told(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("body,body\nx,u\n")
     with pytest.raises(InputError, match=r"several columns are called 'body'"):
         scan(tmp_path / "a.csv", text_columns=("body",))
+
+
+def test_a_name_that_several_columns_have_is_refused_where_it_is_read(tmp_path: Path) -> None:
+    pq.write_table(pa.table([["x"], [1], [2]], names=["text", "n", "n"]), tmp_path / "a.parquet")
+    assert scan(tmp_path / "a.parquet")[1].text == "text"
+    with pytest.raises(InputError, match=r"several columns are called 'n'.*a\.parquet"):
+        scan(tmp_path / "a.parquet", keep_columns=("n",))
+    with pytest.raises(InputError, match=r"several columns are called 'n'.*a\.parquet"):
+        scan(tmp_path / "a.parquet", where=parse_where("n > 0"))
 
 
 def test_lists_of_numbers_and_of_lists_are_no_text(tmp_path: Path) -> None:
