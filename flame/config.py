@@ -116,7 +116,8 @@ def parse_flat(config_class: type, argv: Sequence[str], *, program: str) -> Any:
     missing = [option for option in options if option.default is MISSING and option.attribute not in values]
     if missing:
         names = ", ".join(option.name if option.info.positional else f"--{option.name}" for option in missing)
-        raise UsageError(f"{program} needs {names}", fix=f"{program} -h explains every option")
+        command = program.split()[-1]  # the message begins with the program's own name
+        raise UsageError(f"{command} needs {names}", fix=f"{program} -h explains every option")
     return config_class(**values)
 
 

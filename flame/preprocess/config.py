@@ -166,7 +166,7 @@ class BuildOptions:
         needed = [f"--{name}" for name in ("dataset", "tokenizer") if not getattr(self, name)]
         if needed and not self.seal:
             raise UsageError(
-                f"flame-preprocess build needs {', '.join(needed)}",
+                f"build needs {', '.join(needed)}",
                 fix="flame-preprocess build -h explains every option",
             )
         for name in ("limit_documents", "limit_bytes", "num_workers", "batch_size", "shard_tokens"):

@@ -112,7 +112,7 @@ class FindOptions:
                 raise UsageError("--run knows its mixture, window_len and tokens itself", fix="Leave them away")
         elif self.mixture is None or self.window_len is None or self.tokens is None:
             raise UsageError(
-                "flame-mix find needs --run, or a mixture, --window_len and --tokens",
+                "find needs --run, or a mixture, --window_len and --tokens",
                 fix="Such as: flame-mix find --run exp/a --source web --document 4711",
             )
         elif self.window_len < 1:

@@ -108,7 +108,7 @@ class TraceOptions:
             raise UsageError("--step and --rank go with --run", fix="flame-mix trace --run exp/a --step 12345")
         if self.mixture is None or self.window_len is None or not self.sample:
             raise UsageError(
-                "flame-mix trace needs a mixture, --window_len and --sample, or --run and --step",
+                "trace needs a mixture, --window_len and --sample, or --run and --step",
                 fix="Such as: flame-mix trace mix.json --window_len 4096 --sample 123",
             )
         if self.window_len < 1:

@@ -95,10 +95,10 @@ def parse_train_config(argv: Sequence[str]) -> TrainConfig:
     refuse_with_early_step(values)
     refuse_absent_loggers(config.metrics)
     if config.model.config is None:
-        raise UsageError("flame-train needs --model.config", fix="For example --model.config configs/llama_374M.json")
+        raise UsageError("a run needs --model.config", fix="For example --model.config configs/llama_374M.json")
     if config.training.dataset is None:
         raise UsageError(
-            "flame-train needs --training.dataset",
+            "a run needs --training.dataset",
             expected="a corpus folder, several separated by commas, or a mixture manifest",
             fix="Make a corpus with flame-preprocess build, a mixture with flame-mix create",
         )

@@ -41,7 +41,7 @@ class PlotOptions:
 
     def __post_init__(self) -> None:
         if not self.run:
-            raise UsageError("flame-train plot needs a run", expected="one run folder or several")
+            raise UsageError("plot needs a run", expected="one run folder or several")
         if self.smooth is not None and self.smooth < 1:
             raise UsageError("--smooth is no number of steps", got=self.smooth, expected="1 or more")
         if self.output.suffix not in _PICTURES:
@@ -64,7 +64,7 @@ class Curve:
 def plot(options: PlotOptions) -> int:
     """Draw the picture, and say where it is. Raises `UsageError` for a run or a metric that is not there."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise UsageError("flame-train plot needs matplotlib, which is not installed", fix='pip install "flame[plot]"')
+        raise UsageError("plot needs matplotlib, which is not installed", fix='pip install "flame[plot]"')
     curves, num_averaged = curves_of(options)
     draw(options, curves, num_averaged)
     print(options.output)

@@ -370,7 +370,7 @@ def test_a_window_that_fits_is_taken() -> None:
 @pytest.mark.parametrize("missing", ["model.config", "training.dataset"])
 def test_what_every_run_needs(missing: str) -> None:
     argv = [f"--{name}=x" for name in ("model.config", "training.dataset") if name != missing]
-    with pytest.raises(UsageError, match=f"flame-train needs --{missing}"):
+    with pytest.raises(UsageError, match=f"a run needs --{missing}"):
         parse_train_config(argv)
 
 
