@@ -133,9 +133,7 @@ class CreateOptions:
             )
             return
         if not self.source:
-            raise UsageError(
-                "create needs --source or --recipe", expected="NAME=PATH[@SPLIT]:WEIGHT for each source"
-            )
+            raise UsageError("create needs --source or --recipe", expected="NAME=PATH[@SPLIT]:WEIGHT for each source")
         if len(chosen) > 1:
             raise UsageError(f"--{chosen[0]} and --{chosen[1]} exclude each other", fix="--temperature 1 is natural")
         for name, kind in (("temperature", "temperature"), ("unimax", "number of epochs")):

@@ -80,7 +80,7 @@ def test_values(argv: str, attribute: str, expected: Any) -> None:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ("", "prog run needs corpus. prog run -h explains every option"),
+        ("", "run needs corpus. prog run -h explains every option"),
         ("c --corpus d", "does not know what to do with 'c'"),
         ("c d", "does not know what to do with 'd'"),
         ("c --num_worker 3", "Did you mean 'num_workers'?"),
