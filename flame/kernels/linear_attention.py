@@ -108,7 +108,7 @@ def _compare_attributes(kernel: Kernel, context: _Context, options: Mapping[str,
 def _another_fla(kernel: Kernel, what: str) -> TrainingError:
     return TrainingError(
         f"{kernel.function} is not as flame/kernels/fla_functions.py knows it: {what}",
-        fix="Take the version of flash-linear-attention in flame's lock file, or train without --training.compile",
+        fix="Install flash-linear-attention 0.6.0, or train without --training.compile",
     )
 
 
