@@ -4,7 +4,7 @@
     python tools/bench_step.py --config configs/gla_374M.json --steps 30 --json
 
 Each row is a run in a fresh process. Reported: the median of the later half of the logged steps, the device's peak
-memory, and the seconds from the process's start to the end of its first step.
+memory, the seconds from the process's start to the end of its first step, and the share of a step that waited for data.
 """
 
 from __future__ import annotations
@@ -36,12 +36,13 @@ def main() -> None:
         for row in rows:
             print(json.dumps(row))
         return
-    print(f"{'mode':<10}{'tokens/s':>12}{'mfu %':>8}{'peak GiB':>10}{'step s':>9}{'first step s':>14}{'loss':>9}")
+    print(f"{'mode':<10}{'tokens/s':>12}{'mfu %':>8}{'peak GiB':>10}{'step s':>9}{'first step s':>14}{'data %':>8}{'loss':>9}")
     for row in rows:
         mfu = "-" if row["mfu"] is None else f"{row['mfu']:.1f}"
         print(
             f"{row['mode']:<10}{row['value']:>12,.0f}{mfu:>8}{row['peak_gib']:>10.1f}"
-            f"{row['step_seconds']:>9.3f}{row['start_seconds']:>14.1f}{row['loss']:>9.4f}"
+            f"{row['step_seconds']:>9.3f}{row['start_seconds']:>14.1f}"
+            f"{row['data_loading_percent']:>8.2f}{row['loss']:>9.4f}"
         )
 
 
