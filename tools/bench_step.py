@@ -36,9 +36,9 @@ def main() -> None:
         for row in rows:
             print(json.dumps(row))
         return
-    print(
-        f"{'mode':<10}{'tokens/s':>12}{'mfu %':>8}{'peak GiB':>10}{'step s':>9}{'first step s':>14}{'data %':>8}{'loss':>9}"
-    )
+    titles = {"mode": "<10", "tokens/s": ">12", "mfu %": ">8", "peak GiB": ">10", "step s": ">9"}
+    titles |= {"first step s": ">14", "data %": ">8", "loss": ">9"}
+    print("".join(format(title, width) for title, width in titles.items()))
     for row in rows:
         mfu = "-" if row["mfu"] is None else f"{row['mfu']:.1f}"
         print(
