@@ -50,7 +50,9 @@ def positions_in_documents(x_BTC: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         return index_T.expand(rows, length)
     assert rows == 1, "packed documents are one row"
     offsets = cu_seqlens.int()
-    return (index_T - offsets[torch.bucketize(index_T, offsets[1:], right=True)])[None]
+    # all offsets, not those from the second on: torch 2.11 compiles a look-up in a slice as one in the whole tensor
+    # (pytorch issue 160964)
+    return (index_T - offsets[torch.bucketize(index_T, offsets, right=True) - 1])[None]
 
 
 @torch.library.custom_op("flame::short_convolution", mutates_args=())

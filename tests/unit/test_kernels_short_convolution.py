@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from flame.errors import UsageError
 from flame.kernels import reference
@@ -75,6 +76,13 @@ def test_positions_begin_with_each_document() -> None:
     positions = positions_in_documents(torch.empty(1, 6, 1), offsets_of([3, 0, 1, 2, 0]).long())
     assert positions.tolist() == [[0, 1, 2, 0, 0, 1]]
     assert positions.dtype == torch.int32
+
+
+def test_positions_are_looked_up_in_no_slice() -> None:
+    """On a GPU torch 2.11 compiles a look-up in a slice as one in the whole tensor: every position would be wrong."""
+    graph = make_fx(positions_in_documents)(torch.zeros(1, 6, 1), offsets_of([2, 4])).graph
+    (node,) = graph.find_nodes(op="call_function", target=torch.ops.aten.bucketize.Tensor)
+    assert node.args[1].op == "placeholder"
 
 
 def test_half_precision_is_summed_in_fp32_and_rounded_once() -> None:
