@@ -7,8 +7,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
+from flame.kernels.tuning import keep_tuned_configurations
 from tests.runs import LLAMA, end_trainings, make_training_folder
+
+
+@pytest.fixture(scope="session", autouse=True)
+def tuned_configurations() -> None:
+    """Sweeps of fla's kernels compile on all cores, and what is shipped or kept is not sought again, as in training."""
+    if torch.cuda.is_available():
+        keep_tuned_configurations(torch.cuda.get_device_name())
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,6 @@ pytest.importorskip("fla")
 
 from transformers import AutoConfig, PretrainedConfig
 
-from flame.kernels.tuning import keep_tuned_configurations
 from flame.train.families import FAMILIES
 from flame.train.model import CausalLMLoss, build_model
 from flame.train.parallelize import parallelize, reshard
@@ -68,7 +67,6 @@ def takes_packs(name: str) -> bool:
 @pytest.fixture(scope="module", autouse=True)
 def process_group() -> Iterator[None]:
     torch.cuda.set_device(GPU)
-    keep_tuned_configurations(torch.cuda.get_device_name(GPU))
     dist.init_process_group("cpu:gloo,cuda:nccl", store=HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
