@@ -3,9 +3,12 @@
 With a decay a head, fla's `chunk_bwd_dqkwg` raises on Hopper under Triton 3.4.0 to 3.7.0, unless the package tilelang
 is there: that compiler miscompiles a transposed product in it, and gradients of keys and decays come out wrong. By the
 report (flash-linear-attention, issue 640) that happens with key blocks 64 wide, and not with 32 or 128; nothing in fla
-asks which. So the kernel runs here once, with the model's own heads and dtype over a short packed sequence, and its
-result and gradients are compared with the recurrence itself in fp32. Where they agree the refusal is lifted for this
-process, whose kernels of that shape are those that were tried; where not, training does not begin.
+asks which. So the kernel runs here once, with the model's own heads and dtype over a packed sequence, and the result
+and gradients of its first documents are compared with the recurrence itself in fp32. Where they agree the refusal is
+lifted for this process, whose kernels of that shape are those that were tried; where not, training does not begin.
+
+What these kernels are tuned to does not depend on the number of tokens, and this is where they are tuned: on a GPU
+further documents follow, so that the configuration that is kept is not that of a few hundred tokens.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from flame.errors import TrainingError
 log = logging.getLogger("flame")
 
 _LENGTHS = (70, 1, 64, 121)
-"""Documents of the sequence: on both sides of a chunk of 64, and of one token."""
+"""Documents that are compared: on both sides of a chunk of 64, and of one token."""
 _TOLERANCES = {torch.bfloat16: 0.03, torch.float16: 0.03, torch.float32: 0.01}
 """Of ‖ours − exact‖ / ‖exact‖, for each head. The fault that is feared makes it about 1/2."""
 
@@ -119,28 +122,41 @@ def _check(heads: GatedHeads, device: torch.device, dtype: torch.dtype) -> None:
 
 def relative_errors(heads: GatedHeads, device: torch.device, dtype: torch.dtype) -> dict[str, float]:
     """Return how far fla's kernel is from the recurrence, by the name of its result and of each gradient."""
-    inputs = _inputs(heads, device, dtype)
-    offsets = torch.tensor([0, *_LENGTHS], device=device).cumsum(0).to(torch.int32)
+    lengths, compared = (*_LENGTHS, *_further(device)), sum(_LENGTHS)
+    inputs = _inputs(heads, sum(lengths), device, dtype)
     generator = torch.Generator().manual_seed(1)
-    weights = torch.randn(1, sum(_LENGTHS), heads.value_heads, heads.value_dim, generator=generator).to(device, dtype)
+    weights = torch.randn(1, compared, heads.value_heads, heads.value_dim, generator=generator).to(device, dtype)
+    weights = F.pad(weights, (0, 0, 0, 0, 0, sum(lengths) - compared))  # no gradient comes from further documents
+    own = {name: x.clone().requires_grad_() for name, x in inputs.items()}
+    few = {name: _cut(x, compared).float().requires_grad_() for name, x in inputs.items()}
     results = []
     with torch.enable_grad():
-        for function, wide in ((_by_kernel, False), (_by_recurrence, True)):
-            own = {name: (x.float() if wide else x).detach().requires_grad_() for name, x in inputs.items()}
-            o = function(heads, own, offsets)
-            gradients = torch.autograd.grad(o, list(own.values()), weights.to(o.dtype))
-            results.append({"o": o.detach(), **{f"d{name}": x for name, x in zip(own, gradients, strict=True)}})
+        for function, given, documents in ((_by_kernel, own, lengths), (_by_recurrence, few, _LENGTHS)):
+            offsets = torch.tensor([0, *documents], device=device).cumsum(0).to(torch.int32)
+            o = function(heads, given, offsets)
+            gradients = torch.autograd.grad(o, list(given.values()), weights[:, : o.shape[1]].to(o.dtype))
+            named = {"o": o.detach(), **{f"d{name}": x for name, x in zip(given, gradients, strict=True)}}
+            results.append({name: _cut(x, compared) for name, x in named.items()})
     return {name: _relative_error(value, results[1][name]) for name, value in results[0].items()}
 
 
-def _inputs(heads: GatedHeads, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+def _further(device: torch.device) -> tuple[int, ...]:
+    """Return the lengths of the documents that follow, for which kernels are tuned."""
+    return (1024,) * 31 if device.type == "cuda" else ()
+
+
+def _cut(x: Tensor, num_tokens: int) -> Tensor:
+    """Return what belongs to the first tokens; what has one number a head belongs to all."""
+    return (x[:, :num_tokens] if x.ndim > 1 else x).detach()
+
+
+def _inputs(heads: GatedHeads, length: int, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
     """Return what the layer gives the kernel, before the gate and the norms that the kernel makes of it."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator)
 
-    length = sum(_LENGTHS)
     inputs = {
         "q": normal(1, length, heads.key_heads, heads.key_dim).to(dtype),
         "k": normal(1, length, heads.key_heads, heads.key_dim).to(dtype),
