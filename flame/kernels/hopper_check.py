@@ -123,12 +123,12 @@ def _check(heads: GatedHeads, device: torch.device, dtype: torch.dtype) -> None:
 def relative_errors(heads: GatedHeads, device: torch.device, dtype: torch.dtype) -> dict[str, float]:
     """Return how far fla's kernel is from the recurrence, by the name of its result and of each gradient."""
     lengths, compared = (*_LENGTHS, *_further(device)), sum(_LENGTHS)
-    inputs = _inputs(heads, sum(lengths), device, dtype)
+    inputs = _inputs(heads, device, dtype)
     generator = torch.Generator().manual_seed(1)
     weights = torch.randn(1, compared, heads.value_heads, heads.value_dim, generator=generator).to(device, dtype)
     weights = F.pad(weights, (0, 0, 0, 0, 0, sum(lengths) - compared))  # no gradient comes from further documents
-    own = {name: x.clone().requires_grad_() for name, x in inputs.items()}
-    few = {name: _cut(x, compared).float().requires_grad_() for name, x in inputs.items()}
+    own = {name: _continued(x, sum(lengths)).requires_grad_() for name, x in inputs.items()}
+    few = {name: x.float().requires_grad_() for name, x in inputs.items()}
     results = []
     with torch.enable_grad():
         for function, given, documents in ((_by_kernel, own, lengths), (_by_recurrence, few, _LENGTHS)):
@@ -145,18 +145,26 @@ def _further(device: torch.device) -> tuple[int, ...]:
     return (1024,) * 31 if device.type == "cuda" else ()
 
 
+def _continued(x: Tensor, num_tokens: int) -> Tensor:
+    """Return what belongs to so many tokens, the same again and again; what has one number a head as it is."""
+    if x.ndim == 1:
+        return x.clone()
+    return x.repeat(1, -(-num_tokens // x.shape[1]), *(1 for _ in x.shape[2:]))[:, :num_tokens]
+
+
 def _cut(x: Tensor, num_tokens: int) -> Tensor:
     """Return what belongs to the first tokens; what has one number a head belongs to all."""
     return (x[:, :num_tokens] if x.ndim > 1 else x).detach()
 
 
-def _inputs(heads: GatedHeads, length: int, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+def _inputs(heads: GatedHeads, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
     """Return what the layer gives the kernel, before the gate and the norms that the kernel makes of it."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator)
 
+    length = sum(_LENGTHS)
     inputs = {
         "q": normal(1, length, heads.key_heads, heads.key_dim).to(dtype),
         "k": normal(1, length, heads.key_heads, heads.key_dim).to(dtype),
