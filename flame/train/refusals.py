@@ -9,27 +9,27 @@ from typing import Any
 from flame.config import Option
 from flame.errors import UsageError
 
-NOT_AVAILABLE_YET: dict[str, tuple[Any, ...] | None] = {
-    "model.converters": None,
-    "training.tensor_parallel_degree": None,
-    "training.disable_loss_parallel": None,
-    "float8.enable_float8_linear": None,
-    "float8.enable_fsdp_float8_all_gather": None,
-    "float8.precompute_float8_dynamic_scale_for_fsdp": None,
-    "float8.force_recompute_fp8_weight_in_bwd": None,
-    "float8.recipe_name": None,
-    "experimental.enable_async_tensor_parallel": None,
-    "experimental.context_parallel_degree": None,
-    "experimental.context_parallel_rotate_method": None,
-    "experimental.pipeline_parallel_degree": None,
-    "experimental.pipeline_parallel_split_points": None,
-    "experimental.pipeline_parallel_schedule": None,
-    "experimental.pipeline_parallel_schedule_csv": None,
-    "experimental.pipeline_parallel_microbatches": None,
-    "experimental.enable_compiled_autograd": None,
-}
-"""Options whose engine is not here yet: accepted by the parser, refused by name. Beside each, the values that are
-refused; None: all but the default. A row goes when its engine comes."""
+NOT_AVAILABLE_YET = (
+    "model.converters",
+    "training.tensor_parallel_degree",
+    "training.disable_loss_parallel",
+    "float8.enable_float8_linear",
+    "float8.enable_fsdp_float8_all_gather",
+    "float8.precompute_float8_dynamic_scale_for_fsdp",
+    "float8.force_recompute_fp8_weight_in_bwd",
+    "float8.recipe_name",
+    "experimental.enable_async_tensor_parallel",
+    "experimental.context_parallel_degree",
+    "experimental.context_parallel_rotate_method",
+    "experimental.pipeline_parallel_degree",
+    "experimental.pipeline_parallel_split_points",
+    "experimental.pipeline_parallel_schedule",
+    "experimental.pipeline_parallel_schedule_csv",
+    "experimental.pipeline_parallel_microbatches",
+    "experimental.enable_compiled_autograd",
+)
+"""Options whose engine is not here yet: accepted by the parser, refused by name for any value but the default. A name
+goes when its engine comes."""
 
 # Why, where it is not only that nobody has written it.
 _REASONS = {
@@ -48,9 +48,9 @@ def refuse_not_available(values: Mapping[str, Any], options: Mapping[str, Option
                 f"--{name} cannot be delayed: torchao, which computes in float8, no longer has delayed scaling",
                 fix="Leave it away: scaling is dynamic",
             )
-    for name, refused in NOT_AVAILABLE_YET.items():
+    for name in NOT_AVAILABLE_YET:
         default = options[name].default
-        if values[name] in refused if refused is not None else values[name] != default:
+        if values[name] != default:
             fix = "Leave it away" if default in (None, ()) else f"Leave it away: the default is {shown(default)}"
             reason = f": {_REASONS[name]}" if name in _REASONS else ""
             raise UsageError(f"--{name} {shown(values[name])} is not available yet{reason}", fix=fix)

@@ -36,7 +36,8 @@ _UPDATES = f"{_OPTIONS}::test_what_changes_updates_and_not_the_first_loss"
 _REACHES = f"{_OPTIONS}::test_an_option_reaches_the_function_that_is_tested_by_itself"
 _MOVED = f"{_CONFIG}::test_reading_text_is_answered_with_the_commands_to_type"
 _SPELLINGS = f"{_CONFIG}::test_spellings"
-_DELAYED = f"{_CONFIG}::test_delayed_scaling_is_refused_with_its_reason"
+_REFUSALS = "unit/test_refusals.py"
+_DELAYED = f"{_REFUSALS}::test_delayed_scaling_is_refused_with_its_reason"
 _LOGGERS, _WATCHDOG = "unit/test_loggers.py", "unit/test_watchdog.py"
 _PLAN, _ASYNC = "integration/test_plan.py", "integration/test_async_saves.py"
 _CASES, _CONTINUAL = "integration/test_cases.py", "integration/test_continual.py"
@@ -135,7 +136,7 @@ SHOWN: dict[str, tuple[str, ...]] = {
     "optimizer.muon_adjust_lr": ("unit/test_optimizer.py::test_muon_is_torchs_to_the_last_bit",),
     "optimizer.early_step_in_backward": (
         "integration/test_optimizers.py::test_updates_in_backward_are_those_after_it",
-        f"{_CONFIG}::test_updates_in_backward_are_refused_with_what_needs_the_whole_gradient",
+        f"{_REFUSALS}::test_updates_in_backward_are_refused_with_what_needs_the_whole_gradient",
     ),
     "optimizer.scheduler": (_SPELLINGS,),
     "lr_scheduler.warmup_steps": (_RATES,),
@@ -198,13 +199,13 @@ SHOWN: dict[str, tuple[str, ...]] = {
     "experimental.custom_model_path": ("unit/test_model_config.py::test_models_of_ones_own_are_found", _REACHES),
 }
 """What has no engine yet is no part of this: each name of NOT_AVAILABLE_YET is refused by
-test_train_config.py::test_what_has_no_engine_is_refused_by_name, and needs a line here once it has one."""
+test_refusals.py::test_what_has_no_engine_is_refused_by_name, and needs a line here once it has one."""
 
-_REFUSED = f"{_CONFIG}::test_what_has_no_engine_is_refused_by_name"
+_REFUSED = f"{_REFUSALS}::test_what_has_no_engine_is_refused_by_name"
 
 
 def test_every_option_is_shown_at_work_or_refused_by_name() -> None:
-    assert sorted(SHOWN) == sorted(OPTIONS.keys() - NOT_AVAILABLE_YET.keys())
+    assert sorted(SHOWN) == sorted(OPTIONS.keys() - {*NOT_AVAILABLE_YET})
 
 
 @pytest.mark.parametrize("option", SHOWN)
