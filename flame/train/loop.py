@@ -119,8 +119,7 @@ def run_steps(
                 stopped = True
                 break
             done = train_step(run, step, batch, agreed.num_labels, update, offload)
-            skipped_in_a_row = skipped_in_a_row + 1 if done.skipped else 0
-            _refuse_skips(skipped_in_a_row, step)
+            skipped_in_a_row = _skipped_in_a_row(skipped_in_a_row, done.skipped, step)
             state = replace(
                 state,
                 step=step,
@@ -137,9 +136,8 @@ def run_steps(
                 refuse_nan(done.grad_norm, step)
             if due.logs:
                 scores = _validate(run, step_log.clock) if due.validates else {}
-                keep, last_sample = due.validates or step == total_steps, batch.consumed_samples - 1
-                saves = saver.take_times()
-                step_log.write(state, done, last_sample=last_sample, saves=saves, validation=scores, keep=keep)
+                keep, saves = due.validates or step == total_steps, saver.take_times()
+                step_log.write(state, done, saves=saves, validation=scores, keep=keep)
             if step == first_step:  # logged, so that the device has done it
                 set_collective_timeout(world, config.comm.train_timeout_seconds)
                 log.info("first step done %.1f s after the start", time.monotonic() - began)
@@ -171,14 +169,16 @@ def _validate(run: Run, clock: IntervalClock) -> dict[str, dict[str, float | Non
     return scores
 
 
-def _refuse_skips(in_a_row: int, step: int) -> None:
-    """Stop a run that only skips."""
+def _skipped_in_a_row(before: int, skipped: bool, step: int) -> int:
+    """Return how many updates in a row were skipped up to this one; `TrainingError` for a run that only skips."""
+    in_a_row = before + 1 if skipped else 0
     if in_a_row >= MAX_SKIPPED_IN_A_ROW:
         raise TrainingError(
             f"{in_a_row} updates in a row were skipped",
             where=f"step {step}",
             fix="Lower optimizer.lr, lengthen the warm-up, or look at the data with flame-mix samples",
         )
+    return in_a_row
 
 
 def _tell_size(run: Run) -> None:
