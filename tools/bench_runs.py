@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -106,3 +107,9 @@ def median_of(lines: Sequence[Mapping[str, Any]], name: str) -> float | None:
     """The median of what lines tell; None where none of them does."""
     values = [line[name] for line in lines if line[name] is not None]
     return statistics.median(values) if values else None
+
+
+def first_step_seconds(log: str) -> float | None:
+    """Return how long after its start a run had done its first step, as its log tells; None where it does not."""
+    found = re.search(r"first step done ([\d.]+) s", log)
+    return float(found.group(1)) if found else None

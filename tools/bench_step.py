@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import tempfile
 import time
 from pathlib import Path
 
-from bench_runs import PROJECT, logged_steps, make_corpus, median_of, packed_words, train
+from bench_runs import PROJECT, first_step_seconds, logged_steps, make_corpus, median_of, packed_words, train
 
 
 def main() -> None:
@@ -66,7 +65,6 @@ def measure(options: argparse.Namespace, corpus: Path, run: Path, mode: str) -> 
     seconds = time.monotonic() - began
     lines = logged_steps(run)
     later = lines[len(lines) // 2 :]
-    started = re.search(r"first step done ([\d.]+) s", log)
     return {
         "name": f"step/{Path(options.config).stem}/{mode}",
         "mode": mode,
@@ -76,7 +74,7 @@ def measure(options: argparse.Namespace, corpus: Path, run: Path, mode: str) -> 
         "peak_gib": max(line["memory/max_active(GiB)"] or 0.0 for line in lines),
         "step_seconds": median_of(later, "time_metrics/end_to_end(s)"),
         "data_loading_percent": median_of(later, "time_metrics/data_loading(%)"),
-        "start_seconds": float(started.group(1)) if started else None,
+        "start_seconds": first_step_seconds(log),
         "loss": lines[-1]["loss_metrics/global_avg_loss"],
         "process_seconds": seconds,
     }

@@ -19,7 +19,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from bench_runs import PROJECT, make_corpus, packed_words, train
+from bench_runs import PROJECT, first_step_seconds, make_corpus, packed_words, train
 
 from flame.files import write_json
 from flame.kernels.tuning import SHIPPED
@@ -78,11 +78,6 @@ def gather(kept: Path, target: Path) -> int:
     before = json.loads(target.read_bytes())["outcomes"] if target.exists() else {}
     write_json(target, {"outcomes": dict(sorted((before | found).items()))})
     return len(found)
-
-
-def first_step_seconds(log: str) -> str:
-    found = re.search(r"first step done ([\d.]+) s", log)
-    return found.group(1) if found else "?"
 
 
 if __name__ == "__main__":

@@ -115,11 +115,11 @@ def _connect() -> tuple[Any, bool]:
         ) from error
     if ray.is_initialized():
         return ray, False
+    address = os.environ.get("RAY_ADDRESS", "")
     try:
-        _reach(os.environ.get("RAY_ADDRESS", ""))
+        _reach(address)
         ray.init(address="auto", logging_level=logging.ERROR, log_to_driver=False)
     except (OSError, ValueError, RuntimeError) as error:
-        address = os.environ.get("RAY_ADDRESS")
         raise FlameError(
             "there is no Ray cluster to run on",
             where=f"RAY_ADDRESS {address}" if address else "this machine, as RAY_ADDRESS is not set",

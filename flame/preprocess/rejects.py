@@ -15,6 +15,7 @@ from flame.preprocess.terminal import one_line
 
 MAX_SAMPLES = 1000
 SAMPLE_CHARACTERS = 200
+SAMPLE_BYTES = 4 * SAMPLE_CHARACTERS
 MEND_FILE = "Fetch or write it again, or leave such files out and count them with --on_error skip"
 
 
@@ -51,7 +52,8 @@ class Rejects:
     ) -> None:
         """Raise `InputError` or count, as the policy says; `place` words where it is, and is called only to raise.
 
-        `byte` is where it begins in the file, decompressed; of a damaged .gz or .zst, in the file itself.
+        `byte` is where it begins in the file, decompressed; of a damaged .gz or .zst, in the file itself; None where
+        that is not known, as in parquet and arrow.
         """
         if self.on_error == "fail":
             raise InputError(
@@ -73,5 +75,5 @@ class Rejects:
 
 
 def _shown(sample: bytes) -> str:
-    text = sample[: 4 * SAMPLE_CHARACTERS].decode("utf-8", "backslashreplace")
+    text = sample[:SAMPLE_BYTES].decode("utf-8", "backslashreplace")
     return text if len(text) <= SAMPLE_CHARACTERS else text[:SAMPLE_CHARACTERS] + "…"

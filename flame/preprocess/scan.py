@@ -230,7 +230,7 @@ def _check_names(path: str, schema: pa.Schema, wanted: Sequence[str]) -> None:
     for name in wanted:
         column = name if name in schema.names else name.split(".")[0]
         if schema.names.count(column) > 1:
-            raise InputError(f"several columns are called {name!r}", where=path, fix="Give them different names")
+            raise InputError(f"several columns are called {column!r}", where=path, fix="Give them different names")
 
 
 def _check_text_column(path: str, schema: pa.Schema, text_column: str) -> None:

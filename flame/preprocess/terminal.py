@@ -23,9 +23,14 @@ def stdout_is_ascii() -> bool:
     return False
 
 
+def joined_lines(text: str) -> str:
+    """Return a text on one line, without what a terminal would obey; the same whatever stdout can show."""
+    return " ".join("".join(c if c.isprintable() else " " for c in text).split())
+
+
 def one_line(text: str) -> str:
-    """Return a text on one line, without what a terminal would obey; spelled in ASCII where stdout has no more."""
-    line = " ".join("".join(c if c.isprintable() else " " for c in text).split())
+    """Return `joined_lines` of a text, spelled in ASCII where stdout has no more."""
+    line = joined_lines(text)
     return line.encode("ascii", "backslashreplace").decode() if stdout_is_ascii() else line
 
 

@@ -186,14 +186,14 @@ def _padded(stage: Stage, num_added: int) -> Stage:
 def _check_run(run: Path, old: Mixture, start: int) -> None:
     """Raise unless the run draws from the mixture, or from one that it was made of, and comes to `start` later."""
     step, consumed = consumed_of_run(run)
-    own = [segment.mixture_fingerprint for segment in read_segments(run)][-1:]
-    if own and own[0] not in (old.fingerprint, *old.parents):
+    segments = read_segments(run)
+    if segments and (own := segments[-1].mixture_fingerprint) not in (old.fingerprint, *old.parents):
         raise MixtureError(
             "the run draws from another mixture",
             where=run,
             got=old.fingerprint,
-            expected=own[0],
-            fix=f"Edit the run's own: {run / mixture_name(own[0])}",
+            expected=own,
+            fix=f"Edit the run's own: {run / mixture_name(own)}",
         )
     if consumed > start:  # the stage's first sample is the first that begins at its start or later
         raise UsageError(

@@ -15,7 +15,7 @@ from flame.shards.packed import PackedSplit
 from flame.shards.reader import Split
 
 IGNORE_INDEX = -100
-_LONG_WINDOW = 32_768  # of these, a copy each of ids and labels is the fastest
+_LONG_WINDOW = 32_768  # from this length on a copy each of ids and labels is the fastest
 
 # Returns memory for so many values, contiguous, which nobody else uses while the batch is in use.
 Memory = Callable[[int], NDArray[np.int32]]
@@ -129,7 +129,7 @@ def pack_windows(
 
 
 def _lay_tokens(views: Sequence[View], window_len: int, ids: NDArray[np.uint32], labels: NDArray[np.uint32]) -> None:
-    """Fill ids and labels, window by window; labels are one token behind.
+    """Fill ids and labels, window by window; labels[i] is the token that follows ids[i].
 
     (Calls cost more than copies where windows are short. Numpy lets other threads run while it waits for a disk.)
     """

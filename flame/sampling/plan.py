@@ -131,11 +131,6 @@ def _dealt(length: int, weights: Sequence[int]) -> list[int]:
     return drawn
 
 
-def rounded(part: int, whole: int) -> int:
-    """Return part / whole rounded to the nearest integer, halves up, exactly."""
-    return (2 * part + whole) // (2 * whole)
-
-
 def _shares_of_documents(
     mixture: Mixture, documents: Sequence[int | None], weights: Sequence[int]
 ) -> list[float] | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from flame.sampling.mixture import Mixture, Stage
-from flame.sampling.plan import SourcePlan, rounded
+from flame.sampling.plan import SourcePlan
 
 _ROUNDING = 2  # slots that a whole-number weight's difference may be off by
 _UNITS = ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "K"))
@@ -126,6 +126,6 @@ def short_count(value: int) -> str:
     for unit, name in _UNITS:
         if value >= unit:
             digits = max(0, 4 - len(str(value // unit)))
-            shown = rounded(value * 10**digits, unit)
+            shown = (2 * value * 10**digits + unit) // (2 * unit)  # the nearest, exactly
             return f"{shown / 10**digits:.{digits}f}".rstrip("0").rstrip(".") + name if digits else f"{shown}{name}"
     raise AssertionError("a count of 10,000 or more has a unit")

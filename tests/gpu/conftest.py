@@ -13,7 +13,7 @@ from flame.kernels.tuning import keep_tuned_configurations
 from tests.runs import LLAMA, end_trainings, make_training_folder
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="session")
 def tuned_configurations() -> None:
     """Sweeps of fla's kernels compile on all cores, and what is shipped or kept is not sought again, as in training."""
     if torch.cuda.is_available():

@@ -27,6 +27,7 @@ from flame.train.model import CausalLMLoss, build_model
 from flame.train.parallelize import parallelize, reshard
 
 pytestmark = [
+    pytest.mark.usefixtures("tuned_configurations"),
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]

@@ -19,6 +19,7 @@ from flame.kernels.short_convolution import positions_in_documents, short_convol
 from flame.kernels.varlen_attention import longest, pad_cu_seqlens
 
 pytestmark = [
+    pytest.mark.usefixtures("tuned_configurations"),
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
@@ -272,9 +273,15 @@ def test_a_compiled_short_convolution_is_one_graph_for_any_documents() -> None:
     ("kernel", "key_dim", "value_dim"),
     [("gated_delta_rule", 256, 512), ("gated_delta_rule", 128, 128), ("simple_gla", 128, 64)],
 )
-def test_gated_backward_is_the_recurrence_on_this_gpu(kernel: str, key_dim: int, value_dim: int) -> None:
+def test_gated_backward_is_the_recurrence_on_this_gpu(
+    kernel: str, key_dim: int, value_dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Shapes of configs/: on Hopper with Triton before 3.7.1 the refusal is lifted for them."""
     pytest.importorskip("fla")
+    from fla.ops.common import chunk_o
+
+    # lifted for a process, and for each of these cases by itself
+    monkeypatch.setattr(chunk_o, "TRITON_ABOVE_3_7_1", chunk_o.TRITON_ABOVE_3_7_1)
     heads = GatedHeads(kernel=kernel, key_heads=6, value_heads=6, key_dim=key_dim, value_dim=value_dim)
     check_gated_backward([heads], GPU, torch.bfloat16)
     errors = relative_errors(heads, GPU, torch.bfloat16)

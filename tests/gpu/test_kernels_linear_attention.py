@@ -14,6 +14,7 @@ from flame.kernels.linear_attention import linear_attention
 from tests.linear_attention_cases import Case, differentiated, make_cases, same_bits
 
 pytestmark = [
+    pytest.mark.usefixtures("tuned_configurations"),
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]

@@ -17,6 +17,7 @@ from flame.train.parallelize import parallelize
 from tests.unit.test_model import make_config, packed_batch
 
 pytestmark = [
+    pytest.mark.usefixtures("tuned_configurations"),
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]

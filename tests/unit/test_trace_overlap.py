@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from tools.trace_overlap import Overlap, joined, overlap_of, read_overlap
 
 
-def event(category: str, name: str, start: float, seconds: float) -> dict[str, Any]:
-    return {"ph": "X", "cat": category, "name": name, "ts": start, "dur": seconds}
+def event(category: str, name: str, start: float, duration: float) -> dict[str, Any]:
+    return {"ph": "X", "cat": category, "name": name, "ts": start, "dur": duration}
 
 
 # 0         10        20        30        40        50

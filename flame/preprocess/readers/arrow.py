@@ -17,7 +17,7 @@ import pyarrow as pa
 from flame.errors import InputError
 from flame.preprocess.plan import COMPRESSION_RATIO, Piece
 from flame.preprocess.readers.columns import Columns
-from flame.preprocess.readers.rows import field_of, is_text_type, one_line, opened, read_groups
+from flame.preprocess.readers.rows import arrow_words, field_of, is_text_type, opened, read_groups
 from flame.preprocess.rejects import MEND_FILE, Rejects
 from flame.preprocess.storage import open_file
 from flame.preprocess.texts import Documents
@@ -83,7 +83,7 @@ def read_layout(path: str) -> ArrowLayout:
             return _read_messages(file, len(FILE_MAGIC) if magic == FILE_MAGIC else 0, size)
         except (pa.ArrowException, struct.error, ValueError) as error:
             raise InputError(
-                f"a file is no readable Arrow file: {one_line(error)}", where=path, fix=MEND_FILE
+                f"a file is no readable Arrow file: {arrow_words(error)}", where=path, fix=MEND_FILE
             ) from error
 
 

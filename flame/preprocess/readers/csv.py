@@ -14,7 +14,7 @@ from flame.preprocess.plan import Piece
 from flame.preprocess.readers.batch import StringBatch
 from flame.preprocess.readers.columns import Columns
 from flame.preprocess.readers.stream import BOM, ByteStream, DamagedStreamError, raw_lines
-from flame.preprocess.rejects import Rejects
+from flame.preprocess.rejects import SAMPLE_BYTES, Rejects
 from flame.preprocess.texts import Documents, decode_utf8
 from flame.preprocess.where import Where, columns_of
 from flame.preprocess.where_rows import WhereTypeError, keeps_row, typed_value
@@ -27,14 +27,14 @@ class CsvRow:
     """A row below the header: its 0-based number, its first line (1-based), the byte at which it begins.
 
     `values` still hold bytes that are no UTF-8 as surrogate escapes; where `trouble` says what is wrong they are empty.
-    `lines` are its bytes, line ends included.
+    `beginning` is what its first bytes are, line ends included: as much as is shown of it.
     """
 
     number: int
     line: int
     offset: int
     values: list[str]
-    lines: list[bytes]
+    beginning: bytes
     trouble: str | None = None
 
 
@@ -46,7 +46,7 @@ class CsvFile:
         self.next_row = 0
         self._line = 0
         self._offset = 0
-        self._lines_of_row: list[bytes] = []
+        self._beginning = b""  # of the row that is read: a quote that never closes takes all the rest of the file
         self._reader = csv.reader(self._lines(stream), delimiter=DELIMITERS[format], strict=True)
         try:
             self.header = next((row for row in self._reader if row), [])
@@ -59,14 +59,15 @@ class CsvFile:
             text = (data.removeprefix(BOM) if self._offset == 0 else data).decode("utf-8", "surrogateescape")
             self._line += 1
             self._offset += len(data)
-            self._lines_of_row.append(data)
+            if len(self._beginning) < SAMPLE_BYTES:
+                self._beginning += data[:SAMPLE_BYTES]
             yield text
 
     def rows(self, stop: int | None) -> Iterator[CsvRow]:
         """Yield the rows that begin before the byte `stop`; raises `DamagedStreamError` after what could be read."""
         while stop is None or self._offset < stop:
             line, offset, trouble = self._line + 1, self._offset, None
-            self._lines_of_row = []
+            self._beginning = b""
             try:
                 values = next(self._reader)
             except StopIteration:
@@ -78,8 +79,14 @@ class CsvFile:
             if trouble is None and len(values) != len(self.header):
                 trouble = f"{len(values)} fields under {len(self.header)} column names"
                 values = []
-            lines = self._lines_of_row
-            yield CsvRow(number=self.next_row, line=line, offset=offset, values=values, lines=lines, trouble=trouble)
+            yield CsvRow(
+                number=self.next_row,
+                line=line,
+                offset=offset,
+                values=values,
+                beginning=self._beginning,
+                trouble=trouble,
+            )
             self.next_row += 1
 
 
@@ -173,5 +180,5 @@ def _malformed(reason: str, what: str, row: CsvRow, piece: Piece, rejects: Rejec
         row=row.number,
         byte=row.offset,
         place=lambda: f"row {row.number} (line {row.line})",
-        sample=b"".join(row.lines).rstrip(b"\r\n"),
+        sample=row.beginning.rstrip(b"\r\n"),
     )

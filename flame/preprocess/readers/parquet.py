@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 from flame.errors import InputError
 from flame.preprocess.plan import Piece
 from flame.preprocess.readers.columns import Columns
-from flame.preprocess.readers.rows import field_of, one_line, opened, read_groups
+from flame.preprocess.readers.rows import arrow_words, field_of, opened, read_groups
 from flame.preprocess.rejects import MEND_FILE, Rejects
 from flame.preprocess.remote import READ_AHEAD_BYTES, is_remote
 from flame.preprocess.storage import open_file
@@ -32,7 +32,9 @@ def open_parquet(path: str) -> pq.ParquetFile:
     except (pa.ArrowException, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise
-        raise InputError(f"a file is no readable parquet file: {one_line(error)}", where=path, fix=MEND_FILE) from error
+        raise InputError(
+            f"a file is no readable parquet file: {arrow_words(error)}", where=path, fix=MEND_FILE
+        ) from error
 
 
 def group_sizes(file: pq.ParquetFile, text_column: str) -> tuple[tuple[int, int], ...]:

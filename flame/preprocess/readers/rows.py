@@ -10,11 +10,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from flame.errors import InputError
-from flame.preprocess import terminal
 from flame.preprocess.plan import Piece
 from flame.preprocess.readers.columns import Columns
 from flame.preprocess.rejects import Rejects
 from flame.preprocess.remote import RemoteError
+from flame.preprocess.terminal import joined_lines
 from flame.preprocess.texts import BATCH_BYTES, BATCH_DOCUMENTS, Documents, is_list_type, make_documents, utf8_texts
 from flame.preprocess.where_arrow import is_string_type, kept_rows
 
@@ -114,7 +114,7 @@ def _whole_batches(
             raise
         rejects.malformed(
             "corrupt",
-            f"the {piece.format} file is damaged: {one_line(error)}",
+            f"the {piece.format} file is damaged: {arrow_words(error)}",
             path=piece.path,
             row=row,
             place=lambda: f"in or after row {row}",
@@ -168,6 +168,6 @@ def _kept_array(batch: pa.RecordBatch, field: pa.Field) -> pa.Array:
     return array.cast(field.type)
 
 
-def one_line(error: Exception) -> str:
+def arrow_words(error: Exception) -> str:
     """Return what an error of Arrow's says: on one line, without control characters and the last full stop."""
-    return terminal.one_line(str(error)).removesuffix(".")
+    return joined_lines(str(error)).removesuffix(".")
