@@ -20,19 +20,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def stick_breaking(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, *, scale: float, implementation: str = "auto"
-) -> Tensor:
+def stick_breaking(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, *, scale: float) -> Tensor:
     """Return `[T, H, D]` of documents that do not see each other, in the dtype of `v`.
 
     `q` is `[T, H, D]`, `k` and `v` are `[T, G, D]` with G that divides H; document n has the tokens from
-    `cu_seqlens[n]` to `cu_seqlens[n + 1]`, and none has more than `max_seqlen`. `implementation` is "torch", "triton",
-    or "auto": the kernel on a GPU, torch elsewhere. Scores and their sums are fp32.
+    `cu_seqlens[n]` to `cu_seqlens[n + 1]`, and none has more than `max_seqlen`. The kernel on a GPU, torch
+    elsewhere; scores and their sums are fp32.
     """
     repeats = q.shape[1] // k.shape[1]
     if repeats > 1:
         k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
-    if implementation == "triton" or (implementation == "auto" and q.is_cuda):
+    if q.is_cuda:
         from .stick_breaking_triton import triton_stick_breaking  # there may be no triton where there is no GPU
 
         return triton_stick_breaking(q, k, v, cu_seqlens, max_seqlen, scale)

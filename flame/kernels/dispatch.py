@@ -1,7 +1,7 @@
 """Which implementation of a kernel runs: a table for each kernel to look it up in, and a function to choose.
 
-The choice is made once, at start, and the log names it. A name that was asked for and cannot run here is an error, and
-under `training.deterministic` an implementation that has not been shown to be deterministic is refused.
+The choice is made once in a process, and the log names it at start. A name that was asked for and cannot run here is an
+error, and under `training.deterministic` an implementation that has not been shown to be deterministic is refused.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ further documents follow, so that the configuration that is kept is not that of 
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -135,7 +136,7 @@ def relative_errors(heads: GatedHeads, device: torch.device, dtype: torch.dtype)
             offsets = torch.tensor([0, *documents], device=device).cumsum(0).to(torch.int32)
             o = function(heads, given, offsets)
             gradients = torch.autograd.grad(o, list(given.values()), weights[:, : o.shape[1]].to(o.dtype))
-            named = {"o": o.detach(), **{f"d{name}": x for name, x in zip(given, gradients, strict=True)}}
+            named = {"o": o, **{f"d{name}": x for name, x in zip(given, gradients, strict=True)}}
             results.append({name: _cut(x, compared) for name, x in named.items()})
     return {name: _relative_error(value, results[1][name]) for name, value in results[0].items()}
 
@@ -215,7 +216,7 @@ def _by_recurrence(heads: GatedHeads, inputs: dict[str, Tensor], offsets: Tensor
         beta = inputs["beta"][0].sigmoid()
     q, k = (x.repeat_interleave(heads.value_heads // heads.key_heads, dim=1) for x in (q, k))
     rows = []
-    for start, stop in zip(offsets.tolist(), offsets.tolist()[1:], strict=False):
+    for start, stop in itertools.pairwise(offsets.tolist()):
         state_HKV = v.new_zeros(heads.value_heads, heads.key_dim, heads.value_dim)
         for t in range(start, stop):
             state_HKV = state_HKV * g[t].exp()[:, None, None]

@@ -7,6 +7,7 @@ device, says which taps see it: no program looks for a document's start, and not
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -59,7 +60,7 @@ def positions_in_documents(x_BTC: Tensor, cu_seqlens: Tensor | None) -> Tensor:
 def _forward(
     x_TC: Tensor, weight_CW: Tensor, bias_C: Tensor | None, positions_T: Tensor, silu: bool, implementation: str
 ) -> Tensor:
-    return _chosen(implementation, x_TC).forward(x_TC, weight_CW, bias_C, positions_T, silu)
+    return _chosen(implementation, x_TC.device, x_TC.dtype).forward(x_TC, weight_CW, bias_C, positions_T, silu)
 
 
 @torch.library.custom_op("flame::short_convolution_backward", mutates_args=())
@@ -73,7 +74,7 @@ def _backward(
     implementation: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of x, of the weight and of the bias, which is empty where there is none."""
-    d_x_TC, d_weight_CW, d_bias_C = _chosen(implementation, x_TC).backward(
+    d_x_TC, d_weight_CW, d_bias_C = _chosen(implementation, x_TC.device, x_TC.dtype).backward(
         d_y_TC, x_TC, weight_CW, bias_C, positions_T, silu
     )
     d_weight, d_bias = _gradients_like(weight_CW, bias_C)
@@ -81,8 +82,9 @@ def _backward(
     return d_x_TC, d_weight, d_bias if d_bias_C is None else d_bias.copy_(d_bias_C)
 
 
-def _chosen(implementation: str, x_TC: Tensor) -> ConvolutionImplementation:
-    return CONVOLUTIONS[choose_convolution(implementation, device=x_TC.device, dtype=x_TC.dtype)]
+@cache  # it looks for packages on the disk, and is asked in each layer
+def _chosen(implementation: str, device: torch.device, dtype: torch.dtype) -> ConvolutionImplementation:
+    return CONVOLUTIONS[choose_convolution(implementation, device=device, dtype=dtype)]
 
 
 def _gradients_like(weight_CW: Tensor, bias_C: Tensor | None) -> tuple[Tensor, Tensor]:

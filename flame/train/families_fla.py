@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -82,8 +83,7 @@ def _fla_transformer_arguments(
 ) -> Arguments:
     from flame.train.fla_modules import rotation
 
-    padded = None if cu_seqlens is None else pad_cu_seqlens(cu_seqlens)
-    arguments = _fla_arguments(model, positions, padded, max_seqlen)
+    arguments = _fla_linear_arguments(model, positions, cu_seqlens, max_seqlen)
     # once for all layers: a compiled block would take the cosine anew for each head
     return arguments | {"turn": rotation(positions, model.base_model.layers[0].attn.inv_freq)}
 
@@ -129,35 +129,14 @@ _FLA_LINEAR = Family(
 )
 
 # Compiling a block gains nothing here: its kernels are Triton already, and cut the graph.
-_FLA_CUT = Family(
-    construct=_construct_fla,
-    sequence_arguments=_fla_arguments,
-    config_refusal=_fla_refusal,
-    compiles=False,
-    needs_cuda=True,
-    from_fla=True,
-    norm_types=_FLA_NORMS,
-)
+_FLA_CUT = replace(_FLA_LINEAR, sequence_arguments=_fla_arguments, traceable=None, compiles=False)
 
-_FLA_MAMBA2 = Family(
-    construct=_construct_mamba2,
-    sequence_arguments=_fla_linear_arguments,
-    config_refusal=_mamba2_refusal,
-    traceable=_make_traceable,
-    needs_cuda=True,
-    from_fla=True,
-    norm_types=_FLA_NORMS,
-)
+_FLA_MAMBA2 = replace(_FLA_LINEAR, construct=_construct_mamba2, config_refusal=_mamba2_refusal)
 
-_FLA_MAMBA = Family(
+_FLA_MAMBA = replace(
+    _FLA_CUT,
     construct=_construct_mamba,
-    sequence_arguments=_fla_arguments,
-    config_refusal=_fla_refusal,
     packed_refusal="its selective scan ignores cu_seqlens, so that a document would read the one before it",
-    compiles=False,
-    needs_cuda=True,
-    from_fla=True,
-    norm_types=_FLA_NORMS,
 )
 
 FLA_FAMILIES: dict[str, Family] = {
