@@ -115,7 +115,7 @@ class _Parser:
                 return Arithmetic(_ARITHMETIC[type(node.op)], left, right), NUMBER
             case ast.UnaryOp(op=ast.USub() | ast.UAdd()):
                 return self._signed(node), NUMBER
-            case ast.Name() if node.id.lower() in ("null", "none"):
+            case _ if _is_null(node):
                 raise self._wrong(
                     "--where compares with null, which is never true", node, "Write: x is null, or x is not null"
                 )
@@ -136,10 +136,6 @@ class _Parser:
             if any("\ud800" <= character <= "\udfff" for character in value):
                 raise self._wrong("--where has a text that is no valid Unicode", node)
             return Literal(value), STRING
-        if value is None:
-            raise self._wrong(
-                "--where compares with null, which is never true", node, "Write: x is null, or x is not null"
-            )
         raise self._wrong("--where has something that it does not know", node)
 
     def _signed(self, node: ast.UnaryOp) -> Node:
@@ -172,9 +168,7 @@ class _Parser:
     def _comparison(self, left: ast.expr, operator: ast.cmpop, right: ast.expr, whole: ast.Compare) -> Node:
         match operator:
             case ast.Is() | ast.IsNot():
-                if not (isinstance(right, ast.Constant) and right.value is None) and not (
-                    isinstance(right, ast.Name) and right.id.lower() in ("null", "none")
-                ):
+                if not _is_null(right):
                     raise self._wrong("--where has an `is` without null", right, "Write == to compare")
                 column = self._column(left)
                 self._kinds.setdefault(column.name, None)
@@ -221,6 +215,16 @@ class _Parser:
     def _error(self, what: str, start: int, stop: int, fix: str | None) -> UsageError:
         marked = f"{self._text[:start]}«{self._text[start:stop] or 'the end'}»{self._text[stop:]}"
         return UsageError(what, got=marked, expected=_LANGUAGE if fix is None else None, fix=fix)
+
+
+def _is_null(node: ast.expr) -> bool:
+    """Whether a part is Python's None, or the null of SQL and JSON."""
+    match node:
+        case ast.Name():
+            return node.id.lower() in ("null", "none")
+        case ast.Constant():
+            return node.value is None
+    return False
 
 
 def _hint(text: str) -> str | None:

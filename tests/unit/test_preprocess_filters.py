@@ -218,6 +218,7 @@ def test_columns_of_any_type_are_compared(array: pa.Array, expression: str, expe
         ("score + 1", "«score \\+ 1»"),
         ("é > 1 and f(x) > 2", r"é > 1 and «f\(x\)» > 2"),
         ("a == null", r"a == «null»\).*is null"),
+        ("a == None", r"a == «None»\).*is null"),
         ('a > 1 and a == "x"', r'compares a number with a string.*«a == "x"»'),
         ('a > b and a > 1 and b == "x"', "compares 'a', a number, with 'b', a string"),
         ("a in []", "empty"),
