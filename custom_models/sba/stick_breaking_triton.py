@@ -33,6 +33,14 @@ def _rows(pointer, at, rows, length, stride, dims, D: tl.constexpr):
 
 
 @triton.jit
+def _store_rows(pointer, at, rows, length, stride, dims, values, D: tl.constexpr):
+    """Store rows of one head, as far as the document and the head's width go."""
+    inside = (rows[:, None] < length) & (dims[None, :] < D)
+    places = pointer + at + rows[:, None] * stride + dims[None, :]
+    tl.store(places, values.to(pointer.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def _scores(q, k, rows, cols, length, scale):
     """Return beta's logarithm, that of 1 − beta (0 where there is no key), and where there is a key."""
     z = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
@@ -46,6 +54,14 @@ def _weights(log_beta, log_rest, valid, left):
     """Return A of a block: beta times what is left after nearer keys, of this block and of those before it."""
     nearer = tl.cumsum(log_rest, axis=1, reverse=True) - log_rest
     return tl.where(valid, tl.exp(log_beta + nearer + left[:, None]), 0.0)
+
+
+@triton.jit
+def _score_gradients(weights, d_block, v_block, log_beta, valid, rest):
+    """Return D and dz of a block; `rest` is each query's sum of D over this block and farther ones."""
+    d_log = weights * tl.dot(d_block, tl.trans(v_block), input_precision="ieee")
+    farther = rest[:, None] - (tl.cumsum(d_log, axis=1, reverse=True) - d_log)
+    return d_log, tl.where(valid, d_log - tl.exp(log_beta) * farther, 0.0)
 
 
 @triton.jit
@@ -68,8 +84,7 @@ def _forward(q, k, v, out, cu_seqlens, scale, H, D: tl.constexpr, WIDTH: tl.cons
             weights = _weights(log_beta, log_rest, valid, left)
             sums += tl.dot(weights.to(v_block.dtype), v_block, input_precision="ieee")
             left += tl.sum(log_rest, axis=1)
-        inside = (rows[:, None] < length) & (dims[None, :] < D)
-        tl.store(out + at + rows[:, None] * stride + dims[None, :], sums.to(out.dtype.element_ty), mask=inside)
+        _store_rows(out, at, rows, length, stride, dims, sums, D)
 
 
 @triton.jit
@@ -100,15 +115,11 @@ def _backward_queries(
             v_block = _rows(v, at, cols, length, stride, dims, D)
             log_beta, log_rest, valid = _scores(q_block, k_block, rows, cols, length, scale)
             weights = _weights(log_beta, log_rest, valid, left)
-            d_log = weights * tl.dot(d_block, tl.trans(v_block), input_precision="ieee")
-            farther = (total - nearer_sum)[:, None] - (tl.cumsum(d_log, axis=1, reverse=True) - d_log)
-            dz = tl.where(valid, d_log - tl.exp(log_beta) * farther, 0.0)
+            d_log, dz = _score_gradients(weights, d_block, v_block, log_beta, valid, total - nearer_sum)
             sums += tl.dot(dz.to(k_block.dtype), k_block, input_precision="ieee")
             left += tl.sum(log_rest, axis=1)
             nearer_sum += tl.sum(d_log, axis=1)
-        inside = (rows[:, None] < length) & (dims[None, :] < D)
-        found = (sums * scale).to(dq.dtype.element_ty)
-        tl.store(dq + at + rows[:, None] * stride + dims[None, :], found, mask=inside)
+        _store_rows(dq, at, rows, length, stride, dims, sums * scale, D)
 
 
 @triton.jit
@@ -137,16 +148,11 @@ def _backward_keys(
             nearer_sum = tl.load(kept_sums + kept, mask=rows < length, other=0.0)
             log_beta, log_rest, valid = _scores(q_block, k_block, rows, cols, length, scale)
             weights = _weights(log_beta, log_rest, valid, left)
-            d_log = weights * tl.dot(d_block, tl.trans(v_block), input_precision="ieee")
-            farther = (total - nearer_sum)[:, None] - (tl.cumsum(d_log, axis=1, reverse=True) - d_log)
-            dz = tl.where(valid, d_log - tl.exp(log_beta) * farther, 0.0)
+            _, dz = _score_gradients(weights, d_block, v_block, log_beta, valid, total - nearer_sum)
             k_sums += tl.dot(tl.trans(dz).to(q_block.dtype), q_block, input_precision="ieee")
             v_sums += tl.dot(tl.trans(weights).to(d_block.dtype), d_block, input_precision="ieee")
-        inside = (cols[:, None] < length) & (dims[None, :] < D)
-        tl.store(
-            dk + at + cols[:, None] * stride + dims[None, :], (k_sums * scale).to(dk.dtype.element_ty), mask=inside
-        )
-        tl.store(dv + at + cols[:, None] * stride + dims[None, :], v_sums.to(dv.dtype.element_ty), mask=inside)
+        _store_rows(dk, at, cols, length, stride, dims, k_sums * scale, D)
+        _store_rows(dv, at, cols, length, stride, dims, v_sums, D)
 
 
 class _StickBreaking(torch.autograd.Function):
