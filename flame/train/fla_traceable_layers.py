@@ -56,6 +56,12 @@ def _gated_output(layer: Any, o_BTHV: Tensor, hidden_states: Tensor) -> Output:
     return layer.o_proj(out), None, None
 
 
+def _delta_output(layer: Any, o_BTHV: Tensor, hidden_states: Tensor, *, gated: bool) -> Output:
+    """Return the end of the delta rules' layers: norm, gated or not, and product."""
+    gates = [layer.g_proj(hidden_states).view_as(o_BTHV)] if gated else []
+    return layer.o_proj(layer.o_norm(o_BTHV, *gates).flatten(2)), None, None
+
+
 class TraceableGLA(GatedLinearAttention):
     """Source: Yang et al. 2024, "Gated Linear Attention Transformers"."""
 
@@ -100,8 +106,7 @@ class TraceableDeltaNet(DeltaNet):
         beta = self.b_proj(hidden_states).sigmoid() if self.use_beta else torch.ones_like(q[..., 0])
         beta = beta * 2.0 if self.allow_neg_eigval else beta
         o = linear_attention("delta_rule", q, k, v, beta, cu_seqlens=cu_seqlens)
-        o = self.o_norm(o, self.g_proj(hidden_states).view_as(o)) if self.use_gate else self.o_norm(o)
-        return self.o_proj(o.flatten(2)), None, None
+        return _delta_output(self, o, hidden_states, gated=self.use_gate)
 
 
 def _activated(x: Tensor, name: str) -> Tensor:
@@ -124,8 +129,7 @@ class TraceableGatedDeltaNet(GatedDeltaNet):
             cu_seqlens=cu_seqlens,
             allow_neg_eigval=self.allow_neg_eigval,
         )
-        o = self.o_norm(o, self.g_proj(hidden_states).view_as(o)) if self.use_gate else self.o_norm(o)
-        return self.o_proj(o.flatten(2)), None, None
+        return _delta_output(self, o, hidden_states, gated=self.use_gate)
 
 
 class TraceableKDA(KimiDeltaAttention):
@@ -144,8 +148,7 @@ class TraceableKDA(KimiDeltaAttention):
             safe_gate=self.safe_gate,
             lower_bound=self.lower_bound,
         )
-        o = self.o_norm(o, self.g_proj(hidden_states).view_as(o))
-        return self.o_proj(o.flatten(2)), None, None
+        return _delta_output(self, o, hidden_states, gated=True)
 
 
 class TraceableGSA(GatedSlotAttention):

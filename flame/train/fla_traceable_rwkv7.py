@@ -15,6 +15,7 @@ from fla.modules import GroupNorm, LayerNorm
 from torch import Tensor
 
 from flame.kernels.linear_attention import linear_attention
+from flame.train.fla_traceable_parts import normalised
 
 _LOWEST_DECAY = -0.6065306597126334  # −exp(−1/2), of the logarithm of a step's decay
 
@@ -37,7 +38,7 @@ class TraceableGroupNorm(GroupNorm):
     def forward(self, x: Tensor) -> Tensor:
         groups = x.unflatten(-1, (self.num_groups, -1)).float()
         if self.is_rms_norm:
-            y = groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + self.eps)
+            y = normalised(groups, None, None, self.eps)
         else:
             y = F.layer_norm(groups, groups.shape[-1:], eps=self.eps)
         y = y.flatten(-2)
