@@ -43,16 +43,19 @@ def main() -> None:
             variables = {"FLAME_TUNED_DIR": str(run / "kept"), "FLAME_TUNED_SHIPPED": "off"}
             log = start(options, config, corpus, run / "tuning", variables)
             (setting,) = (run / "kept").iterdir()
-            added = gather(setting, options.output / f"{setting.name}.json")
+            file = options.output / f"{setting.name}.json"
+            added = gather(setting, file)
             tuning = first_step_seconds(log)
             variables = {"FLAME_TUNED_DIR": str(run / "again")}
+            if options.output.resolve() != SHIPPED.resolve():  # a start finds by itself only what is shipped
+                variables["FLAME_TUNED_SHIPPED"] = "off"
+                scatter(file, run / "again" / setting.name)
             log = start(options, config, corpus, run / "tuned", variables)
-            swept = [] if options.output != SHIPPED else re.findall(r"\btuning (\S+), the", log)
             print(
-                f"{Path(config).stem}: {added} kernels and shapes into {options.output / setting.name}.json; "
+                f"{Path(config).stem}: {added} kernels and shapes into {file}; "
                 f"first step after {tuning} s tuning, {first_step_seconds(log)} s tuned"
             )
-            if swept:
+            if swept := re.findall(r"\btuning (\S+), the", log):
                 sys.exit(f"these were swept again, which none should be: {', '.join(swept)}")
 
 
@@ -78,6 +81,13 @@ def gather(kept: Path, target: Path) -> int:
     before = json.loads(target.read_bytes())["outcomes"] if target.exists() else {}
     write_json(target, {"outcomes": dict(sorted((before | found).items()))})
     return len(found)
+
+
+def scatter(file: Path, kept: Path) -> None:
+    """Write the outcomes of a file of shipped ones as a start of flame keeps them: one a file."""
+    kept.mkdir(parents=True)
+    for name, outcome in json.loads(file.read_bytes())["outcomes"].items():
+        write_json(kept / f"{name}.json", outcome)
 
 
 if __name__ == "__main__":
