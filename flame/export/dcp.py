@@ -11,6 +11,7 @@ from pathlib import Path
 from flame.errors import CheckpointError, UsageError
 from flame.export.dtypes import main_dtype
 from flame.export.skeleton import build_skeleton, skeleton_files
+from flame.near import near_path
 from flame.train.checkpoint import save_checkpoint
 from flame.train.checkpoint_files import checkpoint_steps
 from flame.train.checkpoint_tensors import named_tensors
@@ -32,9 +33,9 @@ def convert_folder(
     the tokenizer from instead. Raises `UsageError` for paths, `CheckpointError`, `TokenizerError` or `TrainingError`
     for what the folder holds; nothing is left then.
     """
-    for folder in (model, tokenizer):
+    for folder, marker in ((model, "config.json"), (tokenizer, "tokenizer.json")):
         if folder is not None and not folder.is_dir():
-            raise UsageError("there is no such folder", where=folder)
+            raise UsageError("there is no such folder", where=folder, fix=near_path(folder, marker))
     check_output(output)
     if not (model / "config.json").is_file():
         raise CheckpointError(

@@ -13,6 +13,7 @@ from flame.errors import CheckpointError, UsageError
 from flame.export.dtypes import main_dtype
 from flame.export.hf import check_request, export_checkpoint, write_folder
 from flame.export.skeleton import build_skeleton, skeleton_files
+from flame.near import near_path
 from flame.train.checkpoint_files import COMPLETE
 from flame.train.checkpoint_tensors import named_tensors
 from flame.train.foreign import check_foreign, open_foreign, stored_rows
@@ -24,9 +25,11 @@ def export_any(
 ) -> Path:
     """Export a checkpoint of ours, or with `config` and `tokenizer` a DCP folder of the predecessor."""
     given = {"--config": config, "--tokenizer": tokenizer}
-    for path in (checkpoint, *filter(None, given.values())):
-        if not path.exists():
-            raise UsageError(f"there is no such {'checkpoint' if path == checkpoint else 'file or folder'}", where=path)
+    if not checkpoint.exists():
+        raise UsageError("there is no such checkpoint", where=checkpoint)
+    for path, marker in ((config, "config.json"), (tokenizer, "tokenizer.json")):
+        if path is not None and not path.exists():
+            raise UsageError("there is no such file or folder", where=path, fix=near_path(path, marker))
     if not is_predecessors(checkpoint):
         if any(given.values()) and not any((checkpoint / name).exists() for name in (COMPLETE, DCP_INDEX)):
             raise CheckpointError(

@@ -22,6 +22,7 @@ from flame.files import (
     sha256_of_json,
     temporary_path,
 )
+from flame.near import near_path
 from flame.preprocess.user_cache import keep, read_kept, user_cache
 from flame.shards.fingerprint import tokenizer_fingerprint
 from flame.shards.manifest import TokenizerInfo
@@ -156,7 +157,8 @@ def _locate(path: Path) -> tuple[Path, Path | None]:
         raise UsageError(
             "there is no such tokenizer folder or file",
             got=path,
-            fix="Name a folder with a tokenizer.json; one on the hub is fetched by: hf download NAME --local-dir tok",
+            fix=near_path(path, TOKENIZER_JSON)
+            or "Name a folder with a tokenizer.json; one on the hub is fetched by: hf download NAME --local-dir tok",
         )
     if not (path / TOKENIZER_JSON).is_file():
         raise TokenizerError(

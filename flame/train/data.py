@@ -10,6 +10,7 @@ from typing import Any
 from flame.config import by_name
 from flame.errors import TokenizerError, TrainingError, UsageError
 from flame.files import read_json_object
+from flame.near import near_path
 from flame.sampling.mixture import Mixture
 from flame.sampling.mixture_file import read_mixture
 from flame.sampling.show import parse_override
@@ -150,7 +151,7 @@ def check_tokenizer(tokenizer_path: str | None, data: TrainingData) -> None:
             "model.tokenizer_path names no tokenizer on this machine",
             got=tokenizer_path,
             expected="a folder with a tokenizer.json",
-            fix="Leave it away: the corpus's own tokenizer is used",
+            fix=near_path(path, "tokenizer.json") or "Leave it away: the corpus's own tokenizer is used",
         )
     own = data.tokenizer_folder / "tokenizer.json"
     if not same_tokenizer(file, own):

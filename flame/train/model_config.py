@@ -15,12 +15,14 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig, PreTrainedModel
 
 from flame.errors import CorpusError, FlameError, TrainingError, UsageError
+from flame.near import near_path
 from flame.train.config_names import find_config
 from flame.train.families import FAMILIES, family_of
 from flame.train.log import log
 
 ROWS_MULTIPLE = 128
 CUSTOM_MODELS = "custom_models"
+_HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]+")
 _SIZES = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "head_dim"),
     *("num_attention_heads", "num_key_value_heads", "num_heads"),
@@ -41,10 +43,11 @@ def load_model_config(
 ) -> PretrainedConfig:
     """Return the configuration that `source` names, fitted to a corpus's tokenizer.
 
-    `source` is a JSON file (by its name or its old one), a folder with a config.json, or the name of a
-    model on the Hugging Face hub. `vocab_size` is `len(tokenizer)`: the embedding gets `embedding_rows` of it, or with
-    `keep_rows` (weights will be loaded) as many as the configuration says. EOS and BOS become the corpus's. There is no
-    padding token: no batch is padded, and torch would freeze its embedding, which is EOS's where the two are one.
+    `source` is a JSON file (by its name or its old one), a folder with a config.json, or the name of a model on the
+    Hugging Face hub, which is not asked for what can only be a path. `vocab_size` is `len(tokenizer)`: the embedding
+    gets `embedding_rows` of it, or with `keep_rows` (weights will be loaded) as many as the configuration says. EOS and
+    BOS become the corpus's. There is no padding token: no batch is padded, and torch would freeze its embedding, which
+    is EOS's where the two are one.
 
     Raises `UsageError` for a path or name that is not there, `TrainingError` for what the configuration says.
     """
@@ -102,12 +105,12 @@ def _read(source: str) -> dict[str, Any]:
         if not isinstance(values, dict):
             raise TrainingError("the model's configuration is not a JSON object", where=file, got=type(values).__name__)
         return values
-    if path.is_dir() or path.suffix == ".json" or path.is_absolute() or source.count("/") != 1:
+    if path.is_dir() or not _may_be_on_the_hub(source):
         raise UsageError(
             "model.config names a file that does not exist",
-            got=file,
+            got=file if path.is_dir() else source,
             expected="a JSON file, a folder with a config.json, or the name of a model on the Hugging Face hub",
-            fix=_nearest_file(path),
+            fix=near_path(path, "config.json"),
         )
     try:
         values, _ = PretrainedConfig.get_config_dict(source)
@@ -116,9 +119,19 @@ def _read(source: str) -> dict[str, Any]:
             "model.config is neither a local path nor a model that the Hugging Face hub could give",
             got=source,
             expected="a JSON file, a folder with a config.json, or a name such as Qwen/Qwen3-0.6B",
-            fix=f"The hub said: {str(error).splitlines()[0]}",
+            fix=" ".join(filter(None, (_hub_said(error), near_path(path, "config.json")))),
         ) from error
     return values
+
+
+def _hub_said(error: Exception) -> str:
+    return f"The hub said: {str(error).splitlines()[0].rstrip('.')}."
+
+
+def _may_be_on_the_hub(source: str) -> bool:
+    """Whether an absent path has the form `org/name`, and names no file of a folder of configurations."""
+    path = Path(source)
+    return bool(_HUB_NAME.fullmatch(source)) and path.suffix != ".json" and not any(path.parent.glob("*.json"))
 
 
 def _refuse_sizes(values: Mapping[str, Any], source: str) -> None:
@@ -140,13 +153,6 @@ def _refuse_sizes(values: Mapping[str, Any], source: str) -> None:
 
 def _is_below_one(value: Any) -> bool:
     return isinstance(value, int | float) and value < 1
-
-
-def _nearest_file(path: Path) -> str | None:
-    if not path.parent.is_dir():
-        return None
-    near = difflib.get_close_matches(path.name, [file.name for file in path.parent.glob("*.json")], n=1)
-    return f"Did you mean {path.parent / near[0]}" if near else None
 
 
 def import_definitions(model_type: str, custom_model_path: str | None = None) -> None:

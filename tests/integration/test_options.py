@@ -145,6 +145,8 @@ def test_another_tokenizer_and_another_attention_are_refused(
     run = tmp_path / "run"
     other = write_tiny_tokenizer(tmp_path / "other", vocab_size=300)
     refused(capsys, arguments(folder, run, model__tokenizer_path=other), 1, "model.tokenizer_path is another tokenizer")
+    mistyped = arguments(folder, run, model__tokenizer_path=f"{other}s")
+    refused(capsys, mistyped, 2, "model.tokenizer_path names no tokenizer", f"Did you mean {other}?")
     refused(capsys, arguments(folder, run, model__attention="fa4"), 2, "fa4")
     refused(capsys, arguments(folder, run, model__norm_type="rmsnorm"), 1, "model.norm_type")
 

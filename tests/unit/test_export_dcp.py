@@ -443,6 +443,7 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     wrong_calls = {
         "is there already": command,
         "no such folder": ["dcp", "--model=nowhere", f"--output={tmp_path / 'b/checkpoint/step-0'}"],
+        f"Did you mean {source}?": ["dcp", f"--model={source}s", f"--output={tmp_path / 'b/checkpoint/step-0'}"],
         "has checkpoints already": [*command[:2], f"--output={tmp_path / 'begun/checkpoint/step-0'}"],
         "not named step-0": [*command[:2], f"--output={tmp_path / 'b'}"],
         "needs --output": command[:2],

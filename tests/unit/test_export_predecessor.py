@@ -97,6 +97,8 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     wrong_calls = {
         "Name both by --config and --tokenizer": [*command, named[0]],
         "no such file or folder": [*command, named[0], "--tokenizer=nowhere"],
+        f"Did you mean {tokenizer}?": [*command, named[0], f"--tokenizer={tokenizer}s"],
+        f"Did you mean {config}?": [*command, "--config=" + str(config).replace("model", "models"), named[1]],
         "no such checkpoint": ["hf", "--checkpoint=nowhere", f"--output={output}", *named],
     }
     for message, words in wrong_calls.items():

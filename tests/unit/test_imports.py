@@ -13,20 +13,21 @@ FLAME = Path(__file__).resolve().parents[2] / "flame"
 ALLOWED = {
     "errors": set(),
     "words": set(),
+    "near": set(),
     "files": {"errors"},
     "config": {"errors", "files"},
     "program": {"errors", "config"},
     "shards": {"errors", "files", "config"},
     "sampling": {"errors", "words", "files", "config", "shards"},
-    "preprocess": {"errors", "words", "files", "config", "shards"},
+    "preprocess": {"errors", "words", "near", "files", "config", "shards"},
     "kernels": {"errors"},
-    "train": {"errors", "words", "files", "config", "program", "shards", "sampling", "kernels"},
-    "export": {"errors", "files", "config", "shards", "train"},
+    "train": {"errors", "words", "near", "files", "config", "program", "shards", "sampling", "kernels"},
+    "export": {"errors", "near", "files", "config", "shards", "train"},
     "cli": {"errors", "files", "config", "program", "shards", "sampling", "preprocess", "train", "export"},
 }
 # The run's own final export is the exporter's one function; the exporter reads the trainer's checkpoints.
 EXCEPTIONS = {("train/ending.py", "export")}
-WITHOUT_TORCH = ("errors", "words", "files", "config", "program", "shards", "sampling", "preprocess")
+WITHOUT_TORCH = ("errors", "words", "near", "files", "config", "program", "shards", "sampling", "preprocess")
 HEAVY = {"torch", "transformers", "fla", "triton"}
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig
+from transformers import LlamaConfig, PretrainedConfig
 
 from flame.errors import CorpusError, TrainingError, UsageError
 from flame.train.families import family_of
@@ -80,6 +80,39 @@ def test_a_path_that_is_not_there(source: str, tmp_path: Path, monkeypatch: pyte
 def test_a_path_that_is_nearly_there() -> None:
     with pytest.raises(UsageError, match=r"Did you mean .*configs/transformer_374M.json"):
         load_model_config(str(PROJECT / "configs" / "transformer_374.json"), vocab_size=10, eos_id=0)
+
+
+@pytest.mark.parametrize("source", ["./llama_374", "../work/llama_374", "configs/llama_374", "~/llama_374", "configs/"])
+def test_the_hub_is_not_asked_for_what_can_only_be_a_path(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a network it would be tried for 23 s."""
+    monkeypatch.setattr(PretrainedConfig, "get_config_dict", None)
+    monkeypatch.setenv("HOME", str(tmp_path / "work"))
+    for folder in ("work", "work/configs"):
+        write(tmp_path / folder / "llama_374M.json")
+    monkeypatch.chdir(tmp_path / "work")
+    meant = "" if source == "configs/" else r"Did you mean .*llama_374M\.json\?"
+    with pytest.raises(UsageError, match=rf"names a file that does not exist \(got {source.rstrip('/')}.*{meant}"):
+        load_model_config(source, vocab_size=10, eos_id=0)
+
+
+@pytest.mark.parametrize("source", ["Qwen/Qwen3-0.6B", "models/Qwen3-0.6"])
+def test_the_hub_is_asked_for_a_name(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a folder of the organisation's name holds other models."""
+    asked = []
+
+    def get_config_dict(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+        asked.append(name)
+        raise OSError("no such model")
+
+    monkeypatch.setattr(PretrainedConfig, "get_config_dict", get_config_dict)
+    write(tmp_path / "models" / "Qwen3-0.6B" / "config.json")
+    monkeypatch.chdir(tmp_path)
+    meant = r"\. Did you mean models/Qwen3-0\.6B\?" if source.startswith("models") else r"\."
+    with pytest.raises(UsageError, match=rf"The hub said: no such model{meant}$"):
+        load_model_config(source, vocab_size=10, eos_id=0)
+    assert asked == [source]
 
 
 def test_a_hub_name_without_a_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -120,8 +120,10 @@ def test_unigram_vocabulary_is_a_list(tmp_path: Path) -> None:
 
 
 def test_what_is_no_tokenizer_is_refused(tmp_path: Path, folder: Path) -> None:
-    with pytest.raises(UsageError, match="no such tokenizer"):
+    with pytest.raises(UsageError, match=r"no such tokenizer.*hf download NAME"):
         read(tmp_path / "absent")
+    with pytest.raises(UsageError, match=rf"no such tokenizer.*Did you mean {folder}\?"):
+        read(tmp_path / "tokk")
     (tmp_path / "empty").mkdir()
     with pytest.raises(TokenizerError, match="save_pretrained"):
         read(tmp_path / "empty")
