@@ -34,14 +34,13 @@ from flame.train.parallelize import reshard
 from flame.train.profiling import profiling
 from flame.train.setup import Run, prepare
 from flame.train.signals import StopRequest
+from flame.train.skips import SkippedSteps
 from flame.train.step import make_update, refuse_nan, train_step
 from flame.train.step_log import StepLog
 from flame.train.train_state import TrainState
 from flame.train.validation import validate
 from flame.train.watchdog import INIT_TIMEOUT, SHUTDOWN_TIMEOUT, TRAIN_TIMEOUT, Watchdog
 from flame.words import counted
-
-MAX_SKIPPED_IN_A_ROW = 100
 
 
 def train(config: TrainConfig, argv: Sequence[str] = ()) -> int:
@@ -97,7 +96,8 @@ def run_steps(
     offload = offloading(config.activation_offload.mode, world.device)
     step_log = StepLog(run, log_elsewhere)
     elapsed_before, train_began = state.elapsed_seconds, time.monotonic()
-    first_step, skipped_in_a_row, stopped = state.step + 1, 0, False
+    skipped_steps = SkippedSteps(state.skipped_steps)
+    first_step, stopped = state.step + 1, False
 
     with (
         _garbage_by_hand(),
@@ -119,21 +119,22 @@ def run_steps(
                 stopped = True
                 break
             done = train_step(run, step, batch, agreed.num_labels, update, offload)
-            skipped_in_a_row = _skipped_in_a_row(skipped_in_a_row, done.skipped, step)
+            skipped_steps.add(step, done.skip)
             state = replace(
                 state,
                 step=step,
                 consumed_samples=batch.consumed_samples,
                 consumed_tokens=state.consumed_tokens + run.geometry.tokens_per_step,
-                skipped_steps=state.skipped_steps + int(done.skipped),
                 elapsed_seconds=elapsed_before + time.monotonic() - train_began,
             )
             step_log.count(done, wait_seconds=loader.wait_seconds, flops=agreed.flops)
 
             # ---- now and then: validate, log, save
             due = what_is_due(run, step, save_asked=agreed.saves, is_first=step == first_step)
-            if (due.saves or due.logs) and not done.skipped:
-                refuse_nan(done.grad_norm, step)
+            if due.saves or due.logs:
+                state = replace(state, skipped_steps=skipped_steps.total())
+                if not done.skip.read():
+                    refuse_nan(done.grad_norm, step)
             if due.logs:
                 scores = _validate(run, step_log.clock) if due.validates else {}
                 keep, saves = due.validates or step == total_steps, saver.take_times()
@@ -153,7 +154,7 @@ def run_steps(
 
         watchdog.begin("the end", SHUTDOWN_TIMEOUT)
         if stopped and config.checkpoint.enable_checkpoint and state.step > 0:
-            saver.save(state, wait=True)
+            saver.save(replace(state, skipped_steps=skipped_steps.total()), wait=True)
 
     if stopped:
         return end_early(run, stop, state, saver.latest)
@@ -167,18 +168,6 @@ def _validate(run: Run, clock: IntervalClock) -> dict[str, dict[str, float | Non
         scores = {chosen.name: validate(run.module, chosen, run.geometry, run.world) for chosen in run.validation_sets}
         reshard(run.module)
     return scores
-
-
-def _skipped_in_a_row(before: int, skipped: bool, step: int) -> int:
-    """Return how many updates in a row were skipped up to this one; `TrainingError` for a run that only skips."""
-    in_a_row = before + 1 if skipped else 0
-    if in_a_row >= MAX_SKIPPED_IN_A_ROW:
-        raise TrainingError(
-            f"{in_a_row} updates in a row were skipped",
-            where=f"step {step}",
-            fix="Lower optimizer.lr, lengthen the warm-up, or look at the data with flame-mix samples",
-        )
-    return in_a_row
 
 
 def _tell_size(run: Run) -> None:

@@ -21,6 +21,7 @@ from flame.train.optimizer import JoinedOptimizer, apply_hyperparameters
 from flame.train.parallelize import reduce_gradients
 from flame.train.schedule import lr_factor
 from flame.train.setup import Run
+from flame.train.skips import Skip
 from flame.train.update import Update, UpdateAfterBackward, UpdateInBackward
 
 
@@ -31,7 +32,7 @@ class StepDone:
     lr: float
     losses: StepLosses
     grad_norm: Tensor
-    skipped: bool
+    skip: Skip
 
 
 def make_update(run: Run, saver: CheckpointSaver) -> Update:
@@ -63,8 +64,8 @@ def train_step(
     update.begin(num_labels)
     sums = backward(run.module, batch, offload, run.geometry.window_len)
     losses = keep_losses(step, batch, num_labels, sums)
-    grad_norm, skipped = update.finish()
-    return StepDone(lr=lr, losses=losses, grad_norm=grad_norm, skipped=skipped)
+    grad_norm, skip = update.finish()
+    return StepDone(lr=lr, losses=losses, grad_norm=grad_norm, skip=skip)
 
 
 def learning_rate(run: Run, step: int) -> float:

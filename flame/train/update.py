@@ -9,9 +9,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
+from torch.optim import Adam, Optimizer
 
 from flame.train.optimizer import JoinedOptimizer, clip_and_scale
+from flame.train.skips import Skip
 
 
 class Update(Protocol):
@@ -20,7 +21,7 @@ class Update(Protocol):
     def begin(self, num_labels: int) -> None:
         """Prepare for the backwards of a step whose global batch has so many labels."""
 
-    def finish(self) -> tuple[Tensor, bool]:
+    def finish(self) -> tuple[Tensor, Skip]:
         """Return the norm of the step's gradient (see `clip_and_scale`), and whether the update was skipped.
 
         No parameter has a gradient any more.
@@ -31,7 +32,8 @@ class UpdateAfterBackward:
     """Clips the whole gradient, then updates all weights.
 
     An update is skipped that no label asks for and, with `skip_not_finite`, one whose gradient is not finite on any
-    rank. `before_update` is called before weights change.
+    rank: by the device itself where the optimizer is a fused Adam; else Python looks at the norm, and the device waits
+    meanwhile. `before_update` is called before weights change.
     """
 
     def __init__(
@@ -45,19 +47,34 @@ class UpdateAfterBackward:
     ) -> None:
         self._optimizer, self._parameters, self._max_norm = optimizer, parameters, max_norm
         self._skip_not_finite, self._before_update = skip_not_finite, before_update
+        # A fused SGD that skips its first update would keep momentum that nobody has written.
+        self._skips_on_device = isinstance(optimizer, Adam) and optimizer.defaults["fused"]
         self._num_labels = 0
 
     def begin(self, num_labels: int) -> None:
         self._num_labels = num_labels
 
-    def finish(self) -> tuple[Tensor, bool]:
+    def finish(self) -> tuple[Tensor, Skip]:
         norm = clip_and_scale(self._parameters, 1.0 / max(self._num_labels, 1), self._max_norm)
-        skipped = self._num_labels == 0 or (self._skip_not_finite and not bool(torch.isfinite(norm)))
         self._before_update()
-        if not skipped:
-            self._optimizer.step()
+        skip = self._update(norm)
         self._optimizer.zero_grad(set_to_none=True)
-        return norm, skipped
+        return norm, skip
+
+    def _update(self, norm: Tensor) -> Skip:
+        if self._num_labels == 0:
+            return Skip(True)
+        if not self._skip_not_finite:
+            self._optimizer.step()
+            return Skip(False)
+        not_finite = torch.isfinite(norm).logical_not().float()
+        skip = Skip(not_finite)
+        if self._skips_on_device:
+            self._optimizer.found_inf = not_finite  # type: ignore[attr-defined]  # as torch.amp.GradScaler tells it
+            self._optimizer.step()
+        elif not skip.read():
+            self._optimizer.step()
+        return skip
 
 
 class UpdateInBackward:
@@ -89,7 +106,7 @@ class UpdateInBackward:
             optimizer.step()
         parameter.grad = None
 
-    def finish(self) -> tuple[Tensor, bool]:
+    def finish(self) -> tuple[Tensor, Skip]:
         norm = torch.linalg.vector_norm(torch.stack(self._norms))
         self._norms.clear()
-        return (norm.full_tensor() if isinstance(norm, DTensor) else norm).float(), self._num_labels == 0
+        return (norm.full_tensor() if isinstance(norm, DTensor) else norm).float(), Skip(self._num_labels == 0)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
 import torch
 
+from flame.train.update import UpdateAfterBackward
 from tests.runs import arguments, losses_and_norms, read_metrics, run_training, tensors_of
 from tests.tiny_states import differences
 
@@ -77,3 +79,23 @@ def test_shards_in_host_memory_train_as_those_on_the_gpu(folder: Path, tmp_path:
 def test_the_gpus_memory_is_logged(folder: Path, tmp_path: Path) -> None:
     run_training(arguments(folder, tmp_path / "run", training__steps=2))
     assert read_metrics(tmp_path / "run")[-1]["memory/max_active(GiB)"] > 0
+
+
+@pytest.mark.parametrize("value", [1.0, float("nan")])
+def test_an_update_that_may_be_skipped_waits_for_nothing(value: float) -> None:
+    weights = [torch.ones(64, 64, device="cuda", requires_grad=True) for _ in range(3)]
+    optimizer = torch.optim.AdamW(weights, fused=True)
+    update = UpdateAfterBackward(optimizer, weights, max_norm=1.0, skip_not_finite=True, before_update=lambda: None)
+    for number in (value, 1.0):  # the first makes the moments
+        update.begin(1)
+        for weight in weights:
+            weight.grad = torch.full_like(weight, number)
+        before = [weight.detach().clone() for weight in weights]
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            _, skip = update.finish()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        skipped = not math.isfinite(number)
+        assert skip.read() is skipped
+        assert all(torch.equal(*pair) is skipped for pair in zip(before, weights, strict=True))

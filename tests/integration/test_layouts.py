@@ -65,8 +65,8 @@ def train_in_backward(world: World, layout: tuple[int, int], batch: dict[str, An
     step = UpdateInBackward(optimizer, before_update=lambda: None)
     step.begin(NUM_LABELS)
     module(**batch)[0].backward()
-    norm, skipped = step.finish()
-    assert not skipped and all(parameter.grad is None for parameter in module.parameters())
+    norm, skip = step.finish()
+    assert not skip.read() and all(parameter.grad is None for parameter in module.parameters())
     return {"norm": norm, **whole_state(module.model, None)}
 
 

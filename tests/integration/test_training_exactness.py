@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from flame.errors import TrainingError
-from flame.train import loop
+from flame.train import loop, skips
 from flame.train import step as training_step
 from flame.train.__main__ import main
 from flame.train.config import parse_train_config
@@ -132,16 +132,35 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[int]]:
     yield steps
 
 
-def test_an_update_that_is_not_finite_is_skipped_and_counted(folder: Path, tmp_path: Path, poisoned: set[int]) -> None:
+@pytest.mark.parametrize("implementation", ["foreach", "fused"])
+def test_an_update_that_is_not_finite_is_skipped_and_counted(
+    folder: Path, tmp_path: Path, poisoned: set[int], implementation: str
+) -> None:
     poisoned |= {3, 4}
     run = tmp_path / "run"
-    assert main(options(folder, run, training__skip_nan_inf="true", checkpoint__interval=1)) == 0
+    chosen = {"training__skip_nan_inf": "true", "optimizer__implementation": implementation}
+    assert main(options(folder, run, **chosen, checkpoint__interval=1)) == 0
     lines = read_metrics(run)
     assert [line["optimizer/skipped_step"] for line in lines] == [0, 0, 1, 2, 2, 2]
     assert [line["optimizer/grad_norm"] is None for line in lines] == [False, False, True, True, False, False]
     before, after = (tensors_of(run / "checkpoint" / f"step-{step}") for step in (2, 4))
     assert differences(before, after) == []
     assert differences(before, tensors_of(run / "checkpoint" / "step-5")) != []
+
+
+def test_a_skip_that_no_line_tells_of_is_counted_where_a_run_stops(
+    folder: Path, tmp_path: Path, poisoned: set[int], handlers_kept: None
+) -> None:
+    poisoned |= {3}
+    often = {"metrics__log_freq": 100, "validation__freq": 100}
+    argv = options(folder, tmp_path / "run", training__skip_nan_inf="true", **often)
+    with pytest.MonkeyPatch.context() as signals:
+        signal_before_step(signals, 4)
+        assert main(argv) == 75
+    poisoned.clear()
+    assert main(argv) == 0
+    lines = read_metrics(tmp_path / "run")
+    assert [(line["step"], line["optimizer/skipped_step"]) for line in lines] == [(1, 0), (4, 1), (STEPS, 1)]
 
 
 def test_one_rank_that_is_not_finite_makes_all_ranks_skip(folder: Path, tmp_path: Path) -> None:
@@ -159,10 +178,11 @@ def test_one_rank_that_is_not_finite_makes_all_ranks_skip(folder: Path, tmp_path
 def test_too_many_skips_in_a_row_stop_the_run(
     folder: Path, tmp_path: Path, poisoned: set[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop, "MAX_SKIPPED_IN_A_ROW", 3)
+    monkeypatch.setattr(skips, "MAX_SKIPPED_IN_A_ROW", 3)
     poisoned |= {2, 3, 4, 5, 6}
-    config = parse_train_config(options(folder, tmp_path / "run", training__skip_nan_inf="true"))
-    with pytest.raises(TrainingError, match="3 updates in a row"):
+    often = {"metrics__log_freq": 100, "validation__freq": 100}
+    config = parse_train_config(options(folder, tmp_path / "run", training__skip_nan_inf="true", **often))
+    with pytest.raises(TrainingError, match=r"3 updates in a row were skipped \(in step 4\)"):
         loop.train(config)
 
 
