@@ -11,7 +11,7 @@ import re
 import shutil
 import signal
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from flame.train.checkpoint_files import find_damage
 from flame.train.run import read_status
 from tests.faults import in_ranks, note_samples, samples_trained, signal_before_step
 from tests.processes import until
+from tests.ranks import train_in_ranks
 from tests.runs import (
     FLAME_TRAIN,
     arguments,
@@ -46,7 +47,7 @@ SIGNALLED_STEPS = 60
 class Place:
     """Where ranks compute: `loss` and `norm` say how far numbers of other layouts may be off there, of their size.
 
-    `in_process`: a run of one rank needs no process of its own.
+    `in_process`: a run of one rank needs no process of its own, and several are forked from one that imports once.
     """
 
     in_process: bool
@@ -58,12 +59,17 @@ CPUS = Place(in_process=True, loss=1e-6, norm=1e-5)
 GPUS = Place(in_process=False, loss=1e-2, norm=5e-2)  # bf16
 
 
-def finish(argv: Sequence[str], place: Place, *, ranks: int) -> None:
-    """Go on to the end of a run."""
-    if ranks == 1 and place.in_process:
-        assert main(argv) == 0
+def train(
+    argv: Sequence[str], place: Place, *, ranks: int, code: int = 0, variables: Mapping[str, str] | None = None
+) -> None:
+    """Train until the run ends with `code`; `variables`, not for one rank in process, may be those of faults.py."""
+    if not place.in_process:
+        result = run_training(argv, ranks=ranks, check=code == 0, variables=variables)
+        assert result.returncode == code, result.stderr
+    elif ranks == 1:
+        assert main(argv) == code
     else:
-        run_training(argv, ranks=ranks)
+        train_in_ranks(argv, ranks=ranks, code=code, variables=variables)
 
 
 def a_killed_run_goes_on_to_the_last_bit(
@@ -71,7 +77,7 @@ def a_killed_run_goes_on_to_the_last_bit(
 ) -> None:
     """Of each chain, all but the last number are steps at whose save the run is killed, launcher and ranks."""
     straight = tmp_path / "straight"
-    finish(arguments(folder, straight, **options), place, ranks=ranks)
+    train(arguments(folder, straight, **options), place, ranks=ranks)
     expected = losses_and_norms(straight)
     assert [step for step, _, _ in expected] == list(range(1, 21))
     assert expected[-1][1] < expected[0][1]
@@ -83,7 +89,7 @@ def a_killed_run_goes_on_to_the_last_bit(
             with start_training(argv, ranks=ranks) as process:
                 log = signal_at(process, f"saved {run / 'checkpoint' / f'step-{stop}'}", signal.SIGKILL)
                 assert process.wait() == -signal.SIGKILL, log
-        finish(arguments(folder, run, **options, checkpoint__interval=last), place, ranks=ranks)
+        train(arguments(folder, run, **options, checkpoint__interval=last), place, ranks=ranks)
         assert losses_and_norms(run) == expected
 
 
@@ -97,15 +103,15 @@ def two_ranks_then_one_then_more_train_the_same_samples(
     straight, run, steps = tmp_path / "straight", tmp_path / "run", 9
     validation = {"validation__dataset": f"{folder / 'web'}@val", "validation__freq": steps}
     common = {"training__steps": steps, **validation}
-    finish(arguments(folder, straight, **common, training__batch_size=4), place, ranks=1)
+    train(arguments(folder, straight, **common, training__batch_size=4), place, ranks=1)
 
     two = arguments(folder, run, **common, training__batch_size=1, training__gradient_accumulation_steps=2)
-    assert run_training(two, ranks=2, check=False, variables=in_ranks(tmp_path / "two", stop_before=4)).returncode == 75
+    train(two, place, ranks=2, code=75, variables=in_ranks(tmp_path / "two", stop_before=4))
     one = arguments(folder, run, **common, training__batch_size=2, training__seq_len=256)
     assert _stopped_on_one_rank(one, tmp_path / "one", place, before=7, first_step=4) == 75
     replicas = {"training__data_parallel_replicate_degree": 2, "checkpoint__export_hf": "true"}
     last = arguments(folder, run, **common, **replicas, training__batch_size=4 // ranks)
-    run_training(last, ranks=ranks, variables=in_ranks(tmp_path / "last"))
+    train(last, place, ranks=ranks, variables=in_ranks(tmp_path / "last"))
 
     notes = sorted(tmp_path.glob("*/*.samples"))
     assert len(notes) == 2 + 1 + ranks and sum(len(note.read_text().splitlines()) for note in notes) == 3 * len(notes)
@@ -223,7 +229,7 @@ def a_killed_rank_stops_the_others(folder: Path, tmp_path: Path, *, ranks: int =
 
 
 def ranks_resume_from_what_was_saved_beside(
-    folder: Path, tmp_path: Path, *, ranks: int = 2, mode: str = "async", **options: Any
+    folder: Path, tmp_path: Path, place: Place, *, ranks: int = 2, mode: str = "async", **options: Any
 ) -> None:
     """A run of 5 steps, large updates and saves beside training; again from step 2, as if all later ones were lost."""
     chosen: dict[str, Any] = {
@@ -237,9 +243,9 @@ def ranks_resume_from_what_was_saved_beside(
         **options,
     }
     straight, run = tmp_path / "straight", tmp_path / "run"
-    run_training(arguments(folder, straight, **chosen), ranks=ranks)
+    train(arguments(folder, straight, **chosen), place, ranks=ranks)
     shutil.copytree(straight, run)
-    run_training(arguments(folder, run, **chosen, checkpoint__load_step=2), ranks=ranks)
+    train(arguments(folder, run, **chosen, checkpoint__load_step=2), place, ranks=ranks)
     abandoned = (run / "metrics.abandoned.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in abandoned] == [3, 4, 5], "these were taken anew"
     assert len(list(run.glob("checkpoint/abandoned-*/step-4"))) == 1

@@ -73,4 +73,4 @@ def test_a_killed_rank_stops_the_others_in_time(folder: Path, tmp_path: Path, ra
 @needs(2)
 @pytest.mark.parametrize("mode", ["async", "async_with_pinned_mem"])
 def test_saves_beside_training_are_those_that_it_would_have_waited_for(folder: Path, tmp_path: Path, mode: str) -> None:
-    ranks_resume_from_what_was_saved_beside(folder, tmp_path, mode=mode, **DETERMINISTIC)
+    ranks_resume_from_what_was_saved_beside(folder, tmp_path, GPUS, mode=mode, **DETERMINISTIC)

@@ -16,7 +16,7 @@ from flame.train.__main__ import main
 from flame.train.checkpoint import write_checkpoint
 from flame.train.checkpoint_tensors import StoredModel
 from flame.train.run import read_status
-from tests.promises import ranks_resume_from_what_was_saved_beside, same_checkpoints
+from tests.promises import CPUS, ranks_resume_from_what_was_saved_beside, same_checkpoints
 from tests.runs import arguments, losses_and_norms, read_metrics, tensors_of
 from tests.tiny_states import differences
 
@@ -101,7 +101,7 @@ def test_a_save_that_fails_beside_training_stops_it_with_the_reason(
 
 
 def test_two_ranks_resume_from_what_was_saved_beside(folder: Path, tmp_path: Path) -> None:
-    ranks_resume_from_what_was_saved_beside(folder, tmp_path)
+    ranks_resume_from_what_was_saved_beside(folder, tmp_path, CPUS)
 
 
 def test_the_interval_may_be_seconds_of_rank_0(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

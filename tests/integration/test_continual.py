@@ -21,6 +21,7 @@ from flame.train.__main__ import main
 from flame.train.checkpoint_files import read_complete
 from flame.train.identity import segment_seed
 from tests.corpora import make_corpus
+from tests.ranks import train_in_ranks
 from tests.runs import (
     VOCABULARY,
     arguments,
@@ -28,7 +29,6 @@ from tests.runs import (
     random_documents,
     read_segments,
     refused,
-    run_training,
     tensors_of,
 )
 from tests.tiny_states import differences
@@ -220,7 +220,7 @@ def test_a_seed_made_by_one_rank_starts_two(folder: Path, trained: Path, tmp_pat
     assert main([*seeded, "--checkpoint.create_seed_checkpoint"]) == 0
     complete = read_complete(run / "checkpoint" / "step-0")
     assert not complete.has_optimizer and complete.identity is None
-    run_training([*arguments(folder, run, **(SHORT | {"training__steps": 2}))], ranks=2)
+    train_in_ranks(arguments(folder, run, **(SHORT | {"training__steps": 2})), ranks=2)
     assert [step for step, _, _ in losses_and_norms(run)] == [1, 2]
     straight = losses_and_norms(trained)[0]
     # Two ranks see the first sample of one, and the next.

@@ -17,15 +17,11 @@ from tests.faults import in_ranks, note_samples, samples_trained, signal_before_
 from tests.promises import (
     CPUS,
     an_export_is_its_checkpoint,
+    train,
     two_ranks_then_one_then_more_train_the_same_samples,
 )
-from tests.runs import (
-    arguments,
-    losses_and_norms,
-    read_metrics,
-    run_training,
-    tensors_of,
-)
+from tests.ranks import train_in_ranks
+from tests.runs import arguments, losses_and_norms, read_metrics, tensors_of
 from tests.tiny_states import differences
 
 STEPS = 6
@@ -62,10 +58,7 @@ def test_ranks_and_accumulation_change_nothing(
     folder: Path, straight: Path, tmp_path: Path, ranks: int, others: dict[str, Any]
 ) -> None:
     argv = options(folder, tmp_path / "run", **others)
-    if ranks == 1:
-        assert main(argv) == 0
-    else:
-        run_training(argv, ranks=ranks)
+    train(argv, CPUS, ranks=ranks)
     expected, found = losses_and_norms(straight), losses_and_norms(tmp_path / "run")
     assert len(expected) == len(found) == STEPS
     for (step, loss, norm), (_, other_loss, other_norm) in zip(expected, found, strict=True):
@@ -166,7 +159,8 @@ def test_a_skip_that_no_line_tells_of_is_counted_where_a_run_stops(
 def test_one_rank_that_is_not_finite_makes_all_ranks_skip(folder: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     argv = arguments(folder, run, training__batch_size=1, training__steps=6, checkpoint__interval=1)
-    run_training([*argv, "--training.skip_nan_inf"], ranks=2, variables=in_ranks(tmp_path / "notes", not_finite=(3, 4)))
+    not_finite = in_ranks(tmp_path / "notes", not_finite=(3, 4))
+    train_in_ranks([*argv, "--training.skip_nan_inf"], ranks=2, variables=not_finite)
     lines = read_metrics(run)
     assert [line["optimizer/skipped_step"] for line in lines] == [0, 0, 1, 2, 2, 2]
     assert [line["loss_metrics/global_avg_loss"] is None for line in lines] == [step in (3, 4) for step in range(1, 7)]

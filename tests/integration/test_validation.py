@@ -17,7 +17,8 @@ from flame.train import step
 from flame.train.__main__ import main
 from tests.builds import build_here, some_texts, texts_of, write_jsonl
 from tests.corpora import make_corpus
-from tests.runs import LLAMA, arguments, make_training_folder, random_documents, read_metrics, run_training
+from tests.ranks import train_in_ranks
+from tests.runs import LLAMA, arguments, make_training_folder, random_documents, read_metrics
 
 STILL = {"optimizer__lr": 0, "training__steps": 1}
 
@@ -48,7 +49,7 @@ def test_several_sets_are_the_same_to_the_last_bit_at_any_world_size_and_batch(f
     chosen: dict[str, Any] = {**STILL, "validation__dataset": f"held={folder / 'web'}@val,{folder / 'books'}"}
     assert main(arguments(folder, tmp_path / "one", **chosen)) == 0
     assert main(arguments(folder, tmp_path / "batch", **chosen, training__batch_size=5)) == 0
-    run_training(arguments(folder, tmp_path / "two", **chosen), ranks=2)
+    train_in_ranks(arguments(folder, tmp_path / "two", **chosen), ranks=2)
     one = scores(tmp_path / "one")
     assert set(one) == {f"validation/{name}/{score}" for name in ("held", "books") for score in ("loss", "ppl", "bpb")}
     assert scores(tmp_path / "batch") == one and scores(tmp_path / "two") == one
