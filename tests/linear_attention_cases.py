@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from fla.ops import delta_rule, gated_delta_rule, gla, gsa, kda, retention, rwkv7, simple_gla
 from torch import Tensor
 
+from flame.kernels import reference
 from flame.kernels.fla_functions import _IN_KERNEL
 from flame.train.fla_traceable_rwkv7 import _LOWEST_DECAY
 
@@ -80,3 +81,23 @@ def same_bits(case: Case, ours: Callable[..., Tensor]) -> list[bool]:
     """Tell of the result and of each gradient whether our operator has the bits of fla's function."""
     expected = differentiated(lambda *x: case.theirs(*x)[0], case.inputs)
     return [torch.equal(a, b) for a, b in zip(expected, differentiated(ours, case.inputs), strict=True)]
+
+
+def recurrence(name: str, *inputs: Tensor, offsets: Tensor, most: float = 1.0) -> Tensor:
+    """Return `gla`, `gated_delta_rule` or `simple_gla` of its inputs, a token at a time; β is at most `most`."""
+    q, k, v, g, *others = inputs
+    scale = q.shape[-1] ** -0.5
+    if name == "gla":
+        return reference.gated_linear_attention(q, k, v, g, offsets, scale=scale)
+    if name == "simple_gla":
+        return reference.gated_delta_rule(q, k, v, g, None, offsets, scale=scale)
+    beta, A_log, dt_bias = others
+    q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
+    q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], dim=2) for x in (q, k))
+    decay = -A_log.exp() * F.softplus(g + dt_bias)
+    return reference.gated_delta_rule(q, k, v, decay, most * beta.sigmoid(), offsets, scale=scale)
+
+
+def relative_error(x: Tensor, exact: Tensor) -> float:
+    """Return ‖x − exact‖ / ‖exact‖."""
+    return float((x - exact).norm() / exact.norm())

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flame.kernels.chunks import most_chunks
+
 CHUNK = 64
 Tensors = Mapping[str, Tensor]
 Shapes = Mapping[str, tuple[Sequence[int], torch.dtype]]
@@ -61,13 +63,6 @@ NEVER: dict[str, Any] = {
 
 def _gla_chunk(q_BTHK: Tensor) -> int:
     return CHUNK if q_BTHK.shape[1] > 32 else 32 if q_BTHK.shape[1] > 16 else 16
-
-
-def most_chunks(num_tokens: int, chunk: int, offsets: Tensor | None) -> int:
-    """Return how many chunks a row makes at the most: each document may end within one."""
-    if offsets is None:
-        return (num_tokens + chunk - 1) // chunk
-    return num_tokens // chunk + offsets.shape[0] - 1
 
 
 def _gla_makes(x: Tensors, chunk: int, offsets: Tensor | None) -> Shapes:
@@ -144,12 +139,11 @@ KERNELS: dict[str, Kernel] = {
         stands_for=_NORMED,
     ),
     "gated_delta_rule": Kernel(
-        function="fla.ops.gated_delta_rule.chunk.ChunkGatedDeltaRuleFunction",
+        function="flame.kernels.gated_delta_rule.GatedDeltaRule",
         inputs=("q", "k", "v", "g", "beta", "A_log", "dt_bias"),
-        saved="q_normed q_factor k_normed k_factor v g_sum beta beta_used scores - offsets indices g A_log dt_bias",
+        saved="q_normed q_factor k_normed k_factor v g_sum beta beta_used scores g A_log dt_bias",
         makes=_gated_delta_rule_makes,
         settings={"allow_neg_eigval": "bool"},
-        options=dict.fromkeys(_IN_KERNEL, True),
         stands_for=_NORMED,
     ),
     "kda": Kernel(
@@ -178,11 +172,10 @@ KERNELS: dict[str, Kernel] = {
         computed=_retention_decay,
     ),
     "simple_gla": Kernel(
-        function="fla.ops.simple_gla.chunk.ChunkSimpleGLAFunction",
+        function="flame.kernels.simple_gla.SimpleGatedLinearAttention",
         inputs=("q", "k", "v", "g"),
-        saved="q k v g_sum - - indices",
+        saved="q k v g_sum",
         makes=lambda x, chunk, offsets: {"g_sum": (x["g"].shape, torch.float32)},
-        options={"state_v_first": False},
         stands_for={"g": "g_sum"},
     ),
     "rwkv7": Kernel(

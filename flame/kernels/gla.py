@@ -20,10 +20,10 @@ from fla.ops.common.chunk_h import chunk_bwd_dh, chunk_fwd_kernel_h
 from fla.ops.gla import chunk as fla_gla
 from fla.ops.utils import chunk_local_cumsum
 from fla.ops.utils.constant import RCP_LN2
-from fla.ops.utils.index import prepare_chunk_indices, prepare_chunk_offsets
+from fla.ops.utils.index import prepare_chunk_offsets
 from torch import Tensor
 
-from flame.kernels.fla_functions import most_chunks
+from flame.kernels.chunks import most_chunks, packed_arguments
 
 
 class GatedLinearAttention:
@@ -40,7 +40,7 @@ class GatedLinearAttention:
         cu_seqlens: Tensor | None,
         chunk_size: int,
     ) -> tuple[Tensor]:
-        packed = _packed(cu_seqlens, chunk_size)
+        packed = packed_arguments(cu_seqlens, chunk_size)
         g_sum = chunk_local_cumsum(g, scale=RCP_LN2, **packed)
         states = _states(k, v, g_sum, cu_seqlens, chunk_size)
         scores = fla_gla.chunk_gla_fwd_intra_gk(q=q, k=k, g=g_sum, scale=scale, **packed)
@@ -53,7 +53,7 @@ class GatedLinearAttention:
     def backward(ctx: Any, d_o: Tensor, _: None = None) -> tuple[Tensor | None, ...]:
         q, k, v, g, states, scores = ctx.saved_tensors
         scale, chunk_size = ctx.scale, ctx.chunk_size
-        packed = _packed(ctx.cu_seqlens, chunk_size)
+        packed = packed_arguments(ctx.cu_seqlens, chunk_size)
         g_sum = chunk_local_cumsum(g, scale=RCP_LN2, **packed)
         d_states, _ = chunk_bwd_dh(
             q=q,
@@ -73,12 +73,6 @@ class GatedLinearAttention:
         within = fla_gla.chunk_gla_bwd_dqk_intra(q=q, k=k, g=g_sum, dA=d_scores, **packed)
         d_q, d_k, d_g = _d_qkg(q, k, v, g, g_sum, states, d_o, d_states, within, scale, packed)
         return d_q, d_k, d_v, d_g, None, None, None
-
-
-def _packed(cu_seqlens: Tensor | None, chunk_size: int) -> dict[str, Any]:
-    """Return what all of fla's functions take to keep documents apart."""
-    indices = None if cu_seqlens is None else prepare_chunk_indices(cu_seqlens, chunk_size)
-    return {"cu_seqlens": cu_seqlens, "chunk_size": chunk_size, "chunk_indices": indices}
 
 
 def _states(k: Tensor, v: Tensor, g_sum: Tensor, cu_seqlens: Tensor | None, chunk_size: int) -> Tensor:

@@ -1,11 +1,11 @@
-"""Whether fla's gated backward is right on this Hopper GPU: tried at start, where fla would refuse it unseen.
+"""Whether gated backward is right on this Hopper GPU: tried at start, with a Triton that is known to miscompile it.
 
-With a decay a head, fla's `chunk_bwd_dqkwg` raises on Hopper under Triton 3.4.0 to 3.7.0, unless the package tilelang
-is there: that compiler miscompiles a transposed product in it, and gradients of keys and decays come out wrong. By the
-report (flash-linear-attention, issue 640) that happens with key blocks 64 wide, and not with 32 or 128; nothing in fla
-asks which. So the kernel runs here once, with the model's own heads and dtype over a packed sequence, and the result
-and gradients of its first documents are compared with the recurrence itself in fp32. Where they agree the refusal is
-lifted for this process, whose kernels of that shape are those that were tried; where not, training does not begin.
+With a decay a head, fla's `chunk_bwd_dqkwg` raises on Hopper under Triton 3.4.0 to 3.7.0: that compiler miscompiles a
+transposed product in it, and gradients of keys and decays come out wrong (flash-linear-attention, issue 640); on an
+H200 with Triton 3.6 it also read memory that was not its own. Our operators have a kernel of their own in its place
+(`gated_delta_rule.chunk_gradients`), which has transposed products too. So they run here once, with the model's own
+heads and dtype over a packed sequence, and the result and gradients of its first documents are compared with the
+recurrence itself in fp32. Where they do not agree, training does not begin.
 
 What these kernels are tuned to does not depend on the number of tokens, and this is where they are tuned: on a GPU
 further documents follow, so that the configuration that is kept is not that of a few hundred tokens.
@@ -13,8 +13,8 @@ further documents follow, so that the configuration that is kept is not that of 
 
 from __future__ import annotations
 
-import itertools
 import logging
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flame.errors import TrainingError
+from flame.kernels.linear_attention import linear_attention
+from flame.kernels.reference import gated_delta_rule
 
 log = logging.getLogger("flame")
 
@@ -73,32 +75,24 @@ def _heads_of(module: Any) -> GatedHeads | None:
     return None
 
 
-def fla_refuses() -> bool:
-    """Tell whether fla would refuse the gated backward here, by its own conditions."""
-    from fla.ops.common import chunk_o
-    from fla.ops.common.backends import CommonTileLangBackend
+def is_suspect(device: torch.device) -> bool:
+    """Tell whether this compiler is one that miscompiles for this device."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+        return False
+    import triton
 
-    affected = chunk_o.IS_NVIDIA_HOPPER and chunk_o.TRITON_ABOVE_3_4_0 and not chunk_o.TRITON_ABOVE_3_7_1
-    return affected and not CommonTileLangBackend.can_use()
+    return (3, 4, 0) <= tuple(map(int, re.findall(r"\d+", triton.__version__)[:3])) <= (3, 7, 0)
 
 
 def check_gated_backward(shapes: Iterable[GatedHeads], device: torch.device, dtype: torch.dtype) -> None:
-    """Lift fla's refusal in this process if its kernel is right for all `shapes`; raise `TrainingError` if not.
+    """Raise `TrainingError` if the backward is wrong for one of `shapes`, where the compiler is suspected of it.
 
-    Where fla refuses nothing, nothing is done. Leaves torch's random numbers as they are.
+    Leaves torch's random numbers as they are.
     """
     shapes = list(shapes)
-    if not shapes or not fla_refuses():
-        return
-    from fla.ops.common import chunk_o
-
-    chunk_o.TRITON_ABOVE_3_7_1 = True  # what its refusal asks, and nothing else there
-    try:
+    if shapes and is_suspect(device):
         for heads in shapes:
             _check(heads, device, dtype)
-    except BaseException:
-        chunk_o.TRITON_ABOVE_3_7_1 = False
-        raise
 
 
 def _check(heads: GatedHeads, device: torch.device, dtype: torch.dtype) -> None:
@@ -107,22 +101,21 @@ def _check(heads: GatedHeads, device: torch.device, dtype: torch.dtype) -> None:
     wrong = {name: error for name, error in errors.items() if not error <= _TOLERANCES[dtype]}
     if wrong:
         raise TrainingError(
-            f"fla's gated backward is wrong on this GPU with this Triton ({heads})",
+            f"gated backward is wrong on this GPU with this Triton ({heads})",
             got=", ".join(f"{name} off by {error:.2g}" for name, error in wrong.items()) + " of its norm",
             expected=f"at most {_TOLERANCES[dtype]}, against the recurrence in fp32",
-            fix="Install Triton 3.7.1 or newer, or tilelang: pip install tilelang",
+            fix="Install Triton 3.7.1 or newer",
         )
     worst = max(errors, key=errors.__getitem__)
     log.info(
-        "fla refuses its gated backward on Hopper with this Triton (its issue 640), and is right here: %s, %s, over "
-        "documents of %s tokens, result and all gradients are within %.2g (%s) of the recurrence in fp32; the refusal "
-        "is lifted for this process",
+        "gated backward, which this Triton may miscompile on Hopper, is right here: %s, %s, over documents of %s "
+        "tokens, result and all gradients are within %.2g (%s) of the recurrence in fp32",
         *(heads, str(dtype).removeprefix("torch."), _LENGTHS, errors[worst], worst),
     )
 
 
 def relative_errors(heads: GatedHeads, device: torch.device, dtype: torch.dtype) -> dict[str, float]:
-    """Return how far fla's kernel is from the recurrence, by the name of its result and of each gradient."""
+    """Return how far our operator is from the recurrence, by the name of its result and of each gradient."""
     lengths, compared = (*_LENGTHS, *_further(device)), sum(_LENGTHS)
     inputs = _inputs(heads, device, dtype)
     generator = torch.Generator().manual_seed(1)
@@ -183,49 +176,22 @@ def _inputs(heads: GatedHeads, device: torch.device, dtype: torch.dtype) -> dict
     return {name: x.to(device) for name, x in inputs.items()}
 
 
-def _by_kernel(heads: GatedHeads, inputs: dict[str, Tensor], offsets: Tensor) -> Any:
-    """Return the kernel's result, called as the layers call it."""
-    if heads.kernel == "simple_gla":
-        from fla.ops.simple_gla import chunk_simple_gla
-
-        return chunk_simple_gla(**inputs, scale=1.0, cu_seqlens=offsets)[0]
-    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-
-    return chunk_gated_delta_rule(
-        **inputs,
-        use_qk_l2norm_in_kernel=True,
-        use_beta_sigmoid_in_kernel=True,
-        use_gate_in_kernel=True,
-        state_v_first=True,
-        cu_seqlens=offsets,
-    )[0]
+def _by_kernel(heads: GatedHeads, inputs: dict[str, Tensor], offsets: Tensor) -> Tensor:
+    """Return the operator's result, called as the layers call it."""
+    settings = {"scale": 1.0} if heads.kernel == "simple_gla" else {"allow_neg_eigval": False}
+    return linear_attention(heads.kernel, *inputs.values(), cu_seqlens=offsets, **settings)
 
 
 def _by_recurrence(heads: GatedHeads, inputs: dict[str, Tensor], offsets: Tensor) -> Tensor:
-    """Return the same, one token after the other.
-
-    Source: Yang et al. 2025, "Gated Delta Networks", equation 10; without β it is Dao and Gu 2024, "Transformers are
-    SSMs".
-    """
-    q, k, v, g = (inputs[name][0] for name in "qkvg")
-    beta = None
+    """Return the same, one token after the other."""
+    q, k, v, g = (inputs[name] for name in "qkvg")
+    beta, scale = None, 1.0
     if heads.kernel == "gated_delta_rule":
         q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
-        q = q * heads.key_dim**-0.5
         g = -inputs["A_log"].exp() * F.softplus(g + inputs["dt_bias"])
-        beta = inputs["beta"][0].sigmoid()
-    q, k = (x.repeat_interleave(heads.value_heads // heads.key_heads, dim=1) for x in (q, k))
-    rows = []
-    for start, stop in itertools.pairwise(offsets.tolist()):
-        state_HKV = v.new_zeros(heads.value_heads, heads.key_dim, heads.value_dim)
-        for t in range(start, stop):
-            state_HKV = state_HKV * g[t].exp()[:, None, None]
-            new_HV = v[t]
-            if beta is not None:
-                new_HV = (new_HV - torch.einsum("hkv,hk->hv", state_HKV, k[t])) * beta[t][:, None]
-            state_HKV = state_HKV + k[t][:, :, None] * new_HV[:, None]
-            rows.append(torch.einsum("hkv,hk->hv", state_HKV, q[t]))
-    return torch.stack(rows)[None]
+        beta, scale = inputs["beta"].sigmoid(), heads.key_dim**-0.5
+    q, k = (x.repeat_interleave(heads.value_heads // heads.key_heads, dim=2) for x in (q, k))
+    return gated_delta_rule(q, k, v, g, beta, offsets, scale=scale)
 
 
 def _relative_error(ours: Tensor, exact: Tensor) -> float:

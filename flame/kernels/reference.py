@@ -5,6 +5,8 @@ Each materialises what the real one avoids (all logits, all scores), so they are
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -93,4 +95,31 @@ def gated_linear_attention(
         written_HKV = k_HK[:, :, None] * v_HV[:, None]
         state_HKV = written_HKV if t in starts else g_HK.exp()[:, :, None] * state_HKV + written_HKV
         outs.append(scale * torch.einsum("hkv,hk->hv", state_HKV, q_HK))
+    return torch.stack(outs)[None]
+
+
+def gated_delta_rule(
+    q_BTHK: Tensor,
+    k_BTHK: Tensor,
+    v_BTHV: Tensor,
+    g_BTH: Tensor,
+    beta_BTH: Tensor | None,
+    cu_seqlens: Tensor,
+    *,
+    scale: float,
+) -> Tensor:
+    """Return `[1, T, H, V]`: o_t = scale · S_t q_t, where S_t = exp g_t · S_{t−1} (I − β_t k_t k_tᵀ) + β_t v_t k_tᵀ.
+
+    S, which is V × K, begins at 0 in each sequence. Without β it is S_t = exp g_t · S_{t−1} + v_t k_tᵀ.
+    """
+    outs = []
+    for start, stop in itertools.pairwise(cu_seqlens.tolist()):
+        state_HVK = v_BTHV.new_zeros(*v_BTHV.shape[2:], k_BTHK.shape[-1])
+        for t in range(start, stop):
+            q_HK, k_HK, v_HV = (x[0, t] for x in (q_BTHK, k_BTHK, v_BTHV))
+            state_HVK = state_HVK * g_BTH[0, t].exp()[:, None, None]
+            if beta_BTH is not None:
+                v_HV = (v_HV - torch.einsum("hvk,hk->hv", state_HVK, k_HK)) * beta_BTH[0, t][:, None]
+            state_HVK = state_HVK + v_HV[:, :, None] * k_HK[:, None]
+            outs.append(scale * torch.einsum("hvk,hk->hv", state_HVK, q_HK))
     return torch.stack(outs)[None]

@@ -19,12 +19,14 @@ def _construct_fla(config: PretrainedConfig, attention: str) -> PreTrainedModel:
     from flame.kernels.linear_attention import totals_known
     from flame.train.fla_modules import flash_attention_not_needed, replace_attention  # imports fla: seconds
     from flame.train.fla_short_convolution import replace_short_convolutions
+    from flame.train.fla_traceable_layers import replace_gated_delta_nets
 
     totals_known()
     with flash_attention_not_needed():
         model = from_config(config)
     replace_attention(model, attention)
     replace_short_convolutions(model)
+    replace_gated_delta_nets(model)
     return model
 
 

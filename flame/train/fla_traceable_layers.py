@@ -18,7 +18,7 @@ from fla.layers import (
     KimiDeltaAttention,
     MultiScaleRetention,
 )
-from torch import Tensor
+from torch import Tensor, nn
 
 from flame.kernels.linear_attention import linear_attention
 from flame.train.fla_modules import rotate, rotation
@@ -42,6 +42,16 @@ def _heads(x: Tensor, width: int, shared_by: int = 1) -> Tensor:
     """Return `[B, T, H·D]` as `[B, T, H, D]`, each head `shared_by` times."""
     heads = x.unflatten(-1, (-1, width))
     return heads if shared_by == 1 else heads.repeat_interleave(shared_by, dim=2)
+
+
+def _narrow_products(x: Tensor, *projections: Any) -> tuple[Tensor, ...]:
+    """Return products with matrices of a few rows each, without biases, as one: alone each reads all of `x`.
+
+    Its rows are filled up to a multiple of 8, which is what kernels for the matrix units of a GPU ask for.
+    """
+    weight = torch.cat([projection.weight for projection in projections])
+    y = F.linear(x, F.pad(weight, (0, 0, 0, -len(weight) % 8)))
+    return y[..., : len(weight)].split([len(projection.weight) for projection in projections], dim=-1)
 
 
 def _gated_output(layer: Any, o_BTHV: Tensor, hidden_states: Tensor) -> Output:
@@ -123,13 +133,24 @@ class TraceableGatedDeltaNet(GatedDeltaNet):
         if not self.use_short_conv:
             q, k, v = F.silu(q), F.silu(k), F.silu(v)
         q, k, v = _heads(q, self.head_k_dim), _heads(k, self.head_k_dim), _heads(v, self.head_v_dim)
-        decay, beta = self.a_proj(hidden_states), self.b_proj(hidden_states)
+        decay, beta = _narrow_products(hidden_states, self.a_proj, self.b_proj)
         o = linear_attention(
             *("gated_delta_rule", q, k, v, decay, beta, self.A_log, self.dt_bias),
             cu_seqlens=cu_seqlens,
             allow_neg_eigval=self.allow_neg_eigval,
         )
         return _delta_output(self, o, hidden_states, gated=self.use_gate)
+
+
+def replace_gated_delta_nets(model: nn.Module) -> None:
+    """Make `TraceableGatedDeltaNet` of each of fla's `GatedDeltaNet`, for eager training too.
+
+    It has no formula that only a compiler makes fast, and fla refuses its own backward on Hopper with some compilers
+    (`flame/kernels/hopper_check.py`).
+    """
+    for module in model.modules():
+        if type(module) is GatedDeltaNet and module.mode == "chunk":
+            module.__class__ = TraceableGatedDeltaNet
 
 
 class TraceableKDA(KimiDeltaAttention):

@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 from flame.errors import UsageError
 from flame.kernels import reference
 from flame.kernels.dispatch import ATTENTION, choose_attention
-from flame.kernels.hopper_check import GatedHeads, check_gated_backward, fla_refuses, relative_errors
+from flame.kernels.hopper_check import GatedHeads, relative_errors
 from flame.kernels.linear_cross_entropy import linear_cross_entropy
 from flame.kernels.short_convolution import positions_in_documents, short_convolution
 from flame.kernels.varlen_attention import longest, pad_cu_seqlens
@@ -270,21 +270,19 @@ def test_a_compiled_short_convolution_is_one_graph_for_any_documents() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kernel", "key_dim", "value_dim"),
-    [("gated_delta_rule", 256, 512), ("gated_delta_rule", 128, 128), ("simple_gla", 128, 64)],
+    ("kernel", "key_heads", "key_dim", "value_dim"),
+    [
+        ("gated_delta_rule", 6, 256, 512),  # gated_deltanet_512M
+        ("gated_delta_rule", 6, 128, 128),
+        ("gated_delta_rule", 3, 64, 128),  # keys 64 wide are those for which that compiler is known to be wrong
+        ("simple_gla", 6, 128, 64),
+    ],
 )
 def test_gated_backward_is_the_recurrence_on_this_gpu(
-    kernel: str, key_dim: int, value_dim: int, monkeypatch: pytest.MonkeyPatch
+    kernel: str, key_heads: int, key_dim: int, value_dim: int
 ) -> None:
-    """Shapes of configs/: on Hopper with Triton before 3.7.1 the refusal is lifted for them."""
     pytest.importorskip("fla")
-    from fla.ops.common import chunk_o
-
-    # lifted for a process, and for each of these cases by itself
-    monkeypatch.setattr(chunk_o, "TRITON_ABOVE_3_7_1", chunk_o.TRITON_ABOVE_3_7_1)
-    heads = GatedHeads(kernel=kernel, key_heads=6, value_heads=6, key_dim=key_dim, value_dim=value_dim)
-    check_gated_backward([heads], GPU, torch.bfloat16)
+    heads = GatedHeads(kernel=kernel, key_heads=key_heads, value_heads=6, key_dim=key_dim, value_dim=value_dim)
     errors = relative_errors(heads, GPU, torch.bfloat16)
     print(heads, errors)
-    assert max(errors.values()) < 0.03
-    assert not fla_refuses()
+    assert max(errors.values()) < 1e-2

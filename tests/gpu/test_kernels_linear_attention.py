@@ -1,4 +1,4 @@
-"""Linear attention's operators on a GPU: fla's bits in bf16, GLA near fp64, no wait after a batch's first call."""
+"""Linear attention's operators on a GPU: fla's bits or near fp64, in bf16, and no wait after a batch's first call."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from torch import Tensor
 
 pytest.importorskip("fla")
 
-from flame.kernels import reference
 from flame.kernels.fla_functions import KERNELS
 from flame.kernels.linear_attention import linear_attention
-from tests.linear_attention_cases import Case, differentiated, make_cases, same_bits
+from tests.linear_attention_cases import Case, differentiated, make_cases, recurrence, relative_error, same_bits
 
 pytestmark = [
     pytest.mark.usefixtures("tuned_configurations"),
@@ -19,20 +18,12 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 SIZES: dict[str, dict[str, int]] = {
-    # gla_374M's, so that what is tried is what its kernels are tuned to
+    # those of configs/, so that what is tried is what these kernels are tuned to
     "gla": {"heads": 4, "key_width": 128, "value_width": 256},
-    # keys 64 wide are those for which that compiler is known to be wrong (flame/kernels/hopper_check.py)
-    **{name: {"heads": 2, "key_width": 128, "value_width": 128} for name in ("gated_delta_rule", "simple_gla")},
+    "gated_delta_rule": {"heads": 6, "key_width": 256, "value_width": 512},
+    "simple_gla": {"heads": 6, "key_width": 128, "value_width": 64},
 }
 OTHERS = {"heads": 2, "key_width": 64, "value_width": 128}
-
-
-@pytest.fixture(autouse=True)
-def not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let fla's gated backward run on Hopper with an older Triton: both sides of a comparison are that kernel."""
-    from fla.ops.common import chunk_o
-
-    monkeypatch.setattr(chunk_o, "TRITON_ABOVE_3_7_1", True)
 
 
 def offsets_of(*ends: int) -> Tensor:
@@ -43,7 +34,7 @@ def case_of(name: str, offsets: Tensor) -> Case:
     return make_cases(offsets, **SIZES.get(name, OTHERS), dtype=torch.bfloat16)[name]
 
 
-@pytest.mark.parametrize("name", [name for name in KERNELS if name != "gla"])
+@pytest.mark.parametrize("name", [name for name in KERNELS if name not in SIZES])
 def test_an_operator_has_the_bits_of_flas_function(name: str) -> None:
     offsets = offsets_of(65, 66, 300, 512)
     case = case_of(name, offsets)
@@ -54,15 +45,29 @@ def test_gla_is_as_near_to_its_recurrence_as_flas() -> None:
     offsets = offsets_of(65, 66, 300, 512)
     case = case_of("gla", offsets)
     theirs = differentiated(lambda *x: case.theirs(*x)[0], case.inputs)
-    ours = differentiated(lambda *x: linear_attention("gla", *x, cu_seqlens=offsets), case.inputs)
-    doubles = tuple(x.double() for x in case.inputs)
-    exact = differentiated(
-        lambda *x: reference.gated_linear_attention(*x, offsets, scale=SIZES["gla"]["key_width"] ** -0.5), doubles
-    )
-    errors = [[float((a - b).norm() / b.norm()) for a, b in zip(x, exact, strict=True)] for x in (theirs, ours)]
-    print("gla, errors of o, q, k, v, g: fla", *map("{:.2e}".format, errors[0]))
-    print("gla, errors of o, q, k, v, g: ours", *map("{:.2e}".format, errors[1]))
-    assert all(own <= 1.1 * fla for fla, own in zip(*errors, strict=True)) and max(errors[1]) < 2e-2
+    errors = [relative_error(x, exact) for x, exact in zip(theirs, exact_of("gla", case, offsets), strict=True)]
+    ours = errors_of("gla", case, offsets)
+    print("gla, errors of o, q, k, v, g: fla", *map("{:.2e}".format, errors))
+    print("gla, errors of o, q, k, v, g: ours", *map("{:.2e}".format, ours))
+    assert all(own <= 1.1 * fla for fla, own in zip(errors, ours, strict=True)) and max(ours) < 2e-2
+
+
+@pytest.mark.parametrize("name", ["gated_delta_rule", "simple_gla"])
+def test_gated_kernels_are_their_recurrence(name: str) -> None:
+    """fla's own functions are refused on Hopper with some compilers, and are not asked."""
+    offsets = offsets_of(65, 66, 300, 512)
+    errors = errors_of(name, case_of(name, offsets), offsets)
+    print(name, *map("{:.2e}".format, errors))
+    assert max(errors[:6]) < 1e-2 and max(errors) < 3e-2  # the last are sums of many numbers of both signs
+
+
+def exact_of(name: str, case: Case, offsets: Tensor) -> list[Tensor]:
+    return differentiated(lambda *x: recurrence(name, *x, offsets=offsets), tuple(x.double() for x in case.inputs))
+
+
+def errors_of(name: str, case: Case, offsets: Tensor) -> list[float]:
+    ours = differentiated(lambda *x: linear_attention(name, *x, cu_seqlens=offsets, **case.settings), case.inputs)
+    return [relative_error(x, exact) for x, exact in zip(ours, exact_of(name, case, offsets), strict=True)]
 
 
 @pytest.mark.parametrize("name", KERNELS)
