@@ -1,7 +1,7 @@
-"""Triton's interpreter on a CPU, made fit for fla's kernels: `python -m tests.triton_interpreter CODE…`.
+"""Triton's interpreter on a CPU, made fit for fla's kernels.
 
 The interpreter is chosen when a kernel is defined, so that a whole process has it or has not: `interpreted` runs code
-in a process of its own. Two things are mended there, before fla is imported:
+in a process of its own, forked from one that has imported fla (`serve`). Two things are mended there before:
 
 - The autotuner takes the first configuration that is offered. It would time all of them, on a CPU.
 - The variable of a `for … in range(…)` in a kernel has `to`, as the tensor that it is in compiled code.
@@ -9,11 +9,19 @@ in a process of its own. Two things are mended there, before fla is imported:
 
 from __future__ import annotations
 
+import atexit
 import builtins
+import functools
+import json
 import os
+import select
+import signal
 import subprocess
 import sys
+import tempfile
+import traceback
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 COMPILER_OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg", "ir_override")
@@ -21,11 +29,39 @@ COMPILER_OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg", "ir_overri
 
 def interpreted(code: str, *arguments: str, timeout_seconds: int = 300) -> str:
     """Return what Python code prints in a process whose kernels are interpreted; a failure there is one here."""
+    server = _server()
+    assert server.stdin is not None and server.stdout is not None
+    with tempfile.TemporaryDirectory() as folder:
+        server.stdin.write(json.dumps({"code": code, "arguments": arguments, "folder": folder}) + "\n")
+        server.stdin.flush()
+        ready, _, _ = select.select([server.stdout], [], [], timeout_seconds)
+        if not ready:
+            _end(server)
+        answer = server.stdout.readline().strip()
+        out, err = (path.read_text() if path.exists() else "" for path in _outputs(folder))
+    assert answer == "0", err or f"no answer within {timeout_seconds} s"
+    return out
+
+
+def _outputs(folder: str) -> tuple[Path, Path]:
+    return Path(folder, "out"), Path(folder, "err")
+
+
+@functools.cache
+def _server() -> subprocess.Popen[str]:
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", __name__, code, *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_seconds)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    server = subprocess.Popen([sys.executable, "-m", __name__], env=environment, start_new_session=True, **pipes)
+    atexit.register(_end, server)
+    return server
+
+
+def _end(server: subprocess.Popen[str]) -> None:
+    """Kill the server and what it runs, and let the next test start another."""
+    if server.poll() is None:
+        os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
+    _server.cache_clear()
 
 
 def mend() -> None:
@@ -60,7 +96,38 @@ def mend() -> None:
     triton.knobs.compilation.front_end_debugging = True  # an error keeps the line of the kernel that raised it
 
 
-if __name__ == "__main__":
+def serve() -> None:
+    """Run the code of each line of stdin in a fork of this process, and answer with its exit code."""
     mend()
-    program, sys.argv = sys.argv[1], sys.argv[1:]
-    exec(compile(program, "<interpreted>", "exec"), {"__name__": "__main__"})
+    import fla  # noqa: F401
+
+    import flame.train.model  # noqa: F401
+
+    for line in sys.stdin:
+        request = json.loads(line)
+        child = os.fork()
+        if child == 0:
+            _run(**request)
+        _, status = os.waitpid(child, 0)
+        print(os.waitstatus_to_exitcode(status), flush=True)
+
+
+def _run(code: str, arguments: list[str], folder: str) -> None:
+    for path, descriptor in zip(_outputs(folder), (1, 2), strict=True):
+        with open(path, "wb") as file:
+            os.dup2(file.fileno(), descriptor)
+    sys.argv = ["<interpreted>", *arguments]
+    failed = True
+    try:
+        exec(compile(code, "<interpreted>", "exec"), {"__name__": "__main__"})
+        failed = False
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(failed)
+
+
+if __name__ == "__main__":
+    serve()
