@@ -119,7 +119,7 @@ def pack_windows(
     return PackedBatch(
         input_ids=ids.reshape(1, T),
         labels=labels.reshape(1, T),
-        positions=_placed(_positions(lengths), None if memory is None else out[2 * T :]).reshape(1, T),
+        positions=_placed(_positions(lengths, S), None if memory is None else out[2 * T :]).reshape(1, T),
         cu_seqlens=_placed(cu_seqlens, None if memory is None else memory(len(cuts))),
         max_seqlen=max(lengths),
         labels_by_sample=tuple(labels_by_sample),
@@ -193,25 +193,14 @@ def cut_sequences(
     return cuts, lengths
 
 
-def _positions(lengths: Sequence[int]) -> NDArray[np.int32]:
-    """Return 0, 1, 2 … of each of consecutive sequences, `[T]`."""
-    joined = bytearray().join(map(_COUNTS.__getitem__, lengths))
-    return np.frombuffer(joined, dtype=np.int32)
+def _positions(lengths: Sequence[int], window_len: int) -> NDArray[np.int32]:
+    """Return 0, 1, 2 … of each of consecutive sequences, `[T]`; none is longer than `window_len`.
 
-
-class _Counts(dict[int, memoryview]):
-    """0, 1, 2 … of every length that was asked for: slices of one array, whose first pages stay in the cache.
-
-    At most as many as there are lengths of sequences, 200 bytes each.
+    (A slice kept for each length costs more than a new one: the copies of tokens have driven it out of the cache.)
     """
-
-    def __missing__(self, length: int) -> memoryview:
-        least_bits = 16  # so that all the usual ones are slices of one array
-        found = self[length] = _counting(1 << max(least_bits, length.bit_length())).data[:length]
-        return found
-
-
-_COUNTS = _Counts()
+    counts = _counting(window_len).data
+    joined = bytearray().join([counts[:length] for length in lengths])
+    return np.frombuffer(joined, dtype=np.int32)
 
 
 @lru_cache(maxsize=64)

@@ -125,6 +125,29 @@ def test_a_batch_equals_the_reference(data: st.DataObject, lengths: list[int], s
     assert_equal(batch, reference([[*tokens, EOS] for tokens in documents], windows, window_len, context_len))
 
 
+@settings(max_examples=10)
+@given(
+    data=st.data(),
+    window_len=st.sampled_from([32_767, 32_768, 65_537]),
+    lengths=st.lists(st.sampled_from([1, 1_000, 9_000, 200_000]), min_size=1, max_size=6),
+)
+def test_long_windows_equal_the_reference(data: st.DataObject, window_len: int, lengths: list[int]) -> None:
+    """On both sides of the length from which ids and labels are copied apart; sequences up to a whole window."""
+    rest = max(0, window_len + 1 - sum(lengths))
+    documents = [np.arange(1 + i, 1 + i + length) % 500 + 1 for i, length in enumerate([*lengths, rest])]
+    num_tokens = sum(len(tokens) + 1 for tokens in documents)
+    windows = data.draw(st.lists(st.integers(0, num_tokens - 1 - window_len), min_size=1, max_size=2))
+    context_len = data.draw(st.sampled_from([4_096, window_len - 1, window_len]))
+    chosen = geometry(window_len=window_len, context_len=context_len, windows_per_row=len(windows))
+    with_eos = [[*tokens.tolist(), EOS] for tokens in documents]
+    with tempfile.TemporaryDirectory() as folder:
+        lists = [tokens[:-1] for tokens in with_eos]
+        shard_tokens = data.draw(st.sampled_from([50_000, 1_000_000]))
+        corpus = make_corpus(Path(folder) / "corpus", lists, shard_tokens=shard_tokens, provenance=False)
+        batch = packed(Corpus.open(corpus).split("train"), windows, chosen)
+    assert_equal(batch, reference(with_eos, windows, window_len, context_len))
+
+
 @pytest.mark.parametrize(
     ("offset", "label"),
     [
