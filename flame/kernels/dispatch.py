@@ -185,6 +185,28 @@ def choose_convolution(requested: str, *, device: torch.device, dtype: torch.dty
     return _chosen("short convolution", requested, refusals)
 
 
+WALKED_KEYS = 128
+"""Columns of a gated delta rule's state that a register tile of our walks holds; a state has one tile or two."""
+WALKED_VALUES = 64
+"""Rows of such a state that a program of our walks keeps at the least: the matrix units take 64."""
+
+
+def walks_refusal(*, device: torch.device, dtype: torch.dtype, key_dim: int, value_dim: int) -> str | None:
+    """Return why our walks along documents do not carry a gated delta rule's states here, or None: then fla's do."""
+    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        return f"ours need a CUDA device, and this one is {device.type}"
+    if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] != 9:
+        return "ours are written for compute capability 9.0 (H100, H200)"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"ours take bfloat16 and float16, and not {dtype}".replace("torch.", "")
+    if not 16 <= key_dim <= 2 * WALKED_KEYS or key_dim % 16 or value_dim % WALKED_VALUES:
+        return (
+            f"ours take keys of 16 to {2 * WALKED_KEYS} in steps of 16 and values in steps of {WALKED_VALUES}, and "
+            f"these have {key_dim} and {value_dim}"
+        )
+    return None
+
+
 def _chosen(kernel: str, requested: str, refusals: Mapping[str, str | None]) -> str:
     usable = [name for name, refusal in refusals.items() if refusal is None]
     if requested == "auto":

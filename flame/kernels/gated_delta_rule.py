@@ -11,7 +11,6 @@ they stay in registers (`gated_delta_rule_triton.py`). Where our walks do not su
 
 from __future__ import annotations
 
-import os
 from functools import cache
 from typing import Any
 
@@ -31,6 +30,7 @@ from torch import Tensor
 
 from flame.kernels import gated_delta_rule_triton as kernels
 from flame.kernels.chunks import longest_first, packed_arguments
+from flame.kernels.dispatch import walks_refusal
 
 
 class GatedDeltaRule:
@@ -88,19 +88,14 @@ class GatedDeltaRule:
         return d_q, d_k, d_v, d_g, d_beta, d_A_log, d_dt_bias, None, None, None, None
 
 
+@cache  # asked in each layer
+def _walks_suit(device: torch.device, dtype: torch.dtype, key_dim: int, value_dim: int) -> bool:
+    return walks_refusal(device=device, dtype=dtype, key_dim=key_dim, value_dim=value_dim) is None
+
+
 def walks_suit(k_BTHK: Tensor, v_BTHV: Tensor) -> bool:
-    """Tell whether our walks run: on Hopper, for which they are written, in 16 bits, for heads that their tiles fit."""
-    K, V = k_BTHK.shape[-1], v_BTHV.shape[-1]
-    fits = 16 <= K <= 2 * kernels.MOST_KEYS and K % 16 == 0 and V % kernels.LEAST_VALUES == 0
-    return fits and k_BTHK.element_size() == 2 and _is_hopper(k_BTHK.device)
-
-
-@cache
-def _is_hopper(device: torch.device) -> bool:
-    """Tell whether a device is one, or is interpreted."""
-    if device.type != "cuda":
-        return os.environ.get("TRITON_INTERPRET") == "1"
-    return torch.cuda.get_device_capability(device)[0] == 9
+    """Tell whether our walks run for these, by `flame.kernels.dispatch.walks_refusal`; else fla's kernels do."""
+    return _walks_suit(k_BTHK.device, k_BTHK.dtype, k_BTHK.shape[-1], v_BTHV.shape[-1])
 
 
 def outputs(q: Tensor, k: Tensor, w: Tensor, u: Tensor, g_sum: Tensor, scale: float, packed: dict[str, Any]) -> Tensor:

@@ -16,15 +16,12 @@ from typing import Any
 import triton
 import triton.language as tl
 
-MOST_KEYS = 128
-"""Columns of a state that one register tile holds; a state has one or two of them."""
-LEAST_VALUES = 64
-"""Rows of a state that a program keeps at the least: the matrix units take 64."""
+from flame.kernels.dispatch import WALKED_KEYS
 
 
 def columns_of_keys(K: int) -> int:
     """Return how many columns of the keys a tile has."""
-    return min(MOST_KEYS, max(16, triton.next_power_of_2(K)))
+    return min(WALKED_KEYS, max(16, triton.next_power_of_2(K)))
 
 
 def _fitting(configs: list[Any], positional: dict[str, Any], **named: Any) -> list[Any]:

@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flame.errors import TrainingError
+from flame.kernels.dispatch import walks_refusal
 from flame.kernels.linear_attention import linear_attention
 from flame.kernels.reference import gated_delta_rule
 
@@ -73,6 +74,14 @@ def _heads_of(module: Any) -> GatedHeads | None:
             kernel="simple_gla", key_heads=heads, value_heads=heads, key_dim=key_dim, value_dim=channels // heads
         )
     return None
+
+
+def log_walks(shapes: Iterable[GatedHeads], device: torch.device, dtype: torch.dtype) -> None:
+    """Say whose kernels carry the states of the gated delta rule along documents, and if fla's, why."""
+    for heads in shapes:
+        if heads.kernel == "gated_delta_rule":
+            refusal = walks_refusal(device=device, dtype=dtype, key_dim=heads.key_dim, value_dim=heads.value_dim)
+            log.info("%s: states by %s", heads, "walks along documents" if refusal is None else f"fla, for {refusal}")
 
 
 def is_suspect(device: torch.device) -> bool:

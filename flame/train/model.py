@@ -11,7 +11,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from flame.errors import TrainingError
 from flame.kernels.dispatch import choose_attention, choose_convolution, choose_loss
-from flame.kernels.hopper_check import check_gated_backward, gated_heads
+from flame.kernels.hopper_check import check_gated_backward, gated_heads, log_walks
 from flame.kernels.linear_cross_entropy import linear_cross_entropy
 from flame.train.experts import balance_loss
 from flame.train.families import GENERIC, check_family, family_of
@@ -145,8 +145,10 @@ def build_model(
     with torch.device("cpu" if rank == 0 else "meta"):
         model = construct_model(config, chosen)
     model.train()
-    if family.from_fla and device.type == "cuda":
-        check_gated_backward(gated_heads(model), device, dtype)
+    if family.from_fla:
+        heads = gated_heads(model)
+        log_walks(heads, device, dtype)
+        check_gated_backward(heads, device, dtype)
     if any(hasattr(module, "is_short_convolution") for module in model.modules()):
         log.info("short convolutions: %s", choose_convolution("auto", device=device, dtype=dtype))
     if family.fused_loss and model.get_output_embeddings() is None:

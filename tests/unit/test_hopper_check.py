@@ -18,6 +18,16 @@ CPU = torch.device("cpu")
 HEADS = GatedHeads(kernel="gated_delta_rule", key_heads=1, value_heads=2, key_dim=16, value_dim=16)
 
 
+def test_the_log_says_whose_kernels_carry_states(caplog: pytest.LogCaptureFixture) -> None:
+    shapes = [HEADS, GatedHeads(kernel="simple_gla", key_heads=2, value_heads=2, key_dim=16, value_dim=64)]
+    with caplog.at_level("INFO", logger="flame"):
+        hopper_check.log_walks(shapes, CPU, torch.bfloat16)
+    assert caplog.messages == [
+        "gated_delta_rule, 1 key and 2 value heads of 16 and 16: states by fla, for ours need a CUDA device, and this "
+        "one is cpu"
+    ]
+
+
 @pytest.fixture
 def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper_check, "is_suspect", lambda device: True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 from flame.errors import UsageError
 from flame.kernels import dispatch
-from flame.kernels.dispatch import ATTENTION, choose_attention, choose_loss
+from flame.kernels.dispatch import ATTENTION, choose_attention, choose_loss, walks_refusal
 
 CPU = torch.device("cpu")
 
@@ -99,3 +100,33 @@ def test_the_loss_is_chosen_too() -> None:
         UsageError, match=r"no such implementation of linear cross entropy \(got liger; expected auto, tr"
     ):
         choose_loss("liger", device=CPU, dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("device", "major", "dtype", "key_dim", "value_dim", "refusal"),
+    [
+        ("cuda", 9, torch.bfloat16, 256, 512, None),
+        ("cuda", 9, torch.float16, 16, 64, None),
+        ("cuda", 9, torch.bfloat16, 240, 192, None),
+        ("cuda", 9, torch.bfloat16, 272, 512, "keys of 16 to 256 in steps of 16.* these have 272 and 512"),
+        ("cuda", 9, torch.bfloat16, 40, 64, "these have 40 and 64"),
+        ("cuda", 9, torch.bfloat16, 128, 96, "values in steps of 64.* these have 128 and 96"),
+        ("cuda", 9, torch.float32, 256, 512, "and not float32"),
+        ("cuda", 8, torch.bfloat16, 256, 512, "compute capability 9.0"),
+        ("cuda", 10, torch.bfloat16, 256, 512, "compute capability 9.0"),
+        ("cpu", 9, torch.bfloat16, 256, 512, "this one is cpu"),
+    ],
+)
+def test_where_our_walks_carry_states(
+    monkeypatch: pytest.MonkeyPatch,
+    device: str,
+    major: int,
+    dtype: torch.dtype,
+    key_dim: int,
+    value_dim: int,
+    refusal: str | None,
+) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
+    found = walks_refusal(device=torch.device(device), dtype=dtype, key_dim=key_dim, value_dim=value_dim)
+    assert found is None if refusal is None else re.search(refusal, found or "")
