@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from flame.cli.export import main as export
 from flame.shards.reader import Corpus
 from flame.train import loop
 from flame.train.__main__ import main
@@ -40,16 +39,16 @@ def test_the_exported_model_is_the_trained_one(
     monkeypatch.setattr(loop, "finish", look)
     argv = arguments(folder, run, training__steps=8, checkpoint__export_hf="true", optimizer__lr=0.01)
     assert loop.train(parse_train_config(argv)) == 0
-    command = [sys.executable, "-m", "flame.cli.export", "hf", "--checkpoint", str(run / "checkpoint" / "step-8")]
-    subprocess.run([*command, "--output", str(tmp_path / "hf"), "--check"], check=True)
-    for output in (run / "hf", tmp_path / "hf"):
-        reloaded, told = AutoModelForCausalLM.from_pretrained(output, output_loading_info=True)
+    checkpoint, output = run / "checkpoint" / "step-8", tmp_path / "hf"
+    assert export(["hf", f"--checkpoint={checkpoint}", f"--output={output}", "--check"]) == 0
+    for exported in (run / "hf", output):
+        reloaded, told = AutoModelForCausalLM.from_pretrained(exported, output_loading_info=True)
         assert not told["missing_keys"] and not told["unexpected_keys"] and not told["mismatched_keys"]
         with torch.no_grad():
             logits = reloaded(torch.from_numpy(window)[None]).logits
         assert float((logits - trained[0]).abs().max()) <= 1e-4
         assert torch.equal(logits.argmax(-1), trained[0].argmax(-1))
-        tokenizer = AutoTokenizer.from_pretrained(output)
+        tokenizer = AutoTokenizer.from_pretrained(exported)
         assert reloaded.config.eos_token_id == reloaded.generation_config.eos_token_id == 0
         assert len(tokenizer) <= reloaded.config.vocab_size == reloaded.get_input_embeddings().weight.shape[0]
 
