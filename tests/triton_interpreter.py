@@ -49,7 +49,8 @@ def _outputs(folder: str) -> tuple[Path, Path]:
 
 @functools.cache
 def _server() -> subprocess.Popen[str]:
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    # A GPU that fla finds at its import would be no use to a fork.
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     server = subprocess.Popen([sys.executable, "-m", __name__], env=environment, start_new_session=True, **pipes)
     atexit.register(_end, server)
