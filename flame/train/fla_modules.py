@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from flame.kernels.dispatch import ATTENTION
 from flame.kernels.varlen_attention import row_attention
 from flame.train.fla_mamba2 import PackedMamba2
+from flame.train.joint_products import joint_products
 
 
 class PlainAttention(nn.Module):
@@ -47,10 +48,9 @@ class PlainAttention(nn.Module):
         **_: Any,
     ) -> tuple[Tensor, None, None]:
         assert past_key_values is None, "flame's attention is for training: it reads no cache"
-        q_BTHD, k_BTGD, v_BTGD = (
-            projection(hidden_states).unflatten(-1, (-1, self.head_dim))
-            for projection in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        # values are kept for backward as they are
+        projected = [*joint_products(hidden_states, self.q_proj, self.k_proj), self.v_proj(hidden_states)]
+        q_BTHD, k_BTGD, v_BTGD = (x.unflatten(-1, (-1, self.head_dim)) for x in projected)
         if self.q_norm is not None and self.k_norm is not None:
             q_BTHD, k_BTGD = self.q_norm(q_BTHD), self.k_norm(k_BTGD)
         turn = rotation(positions, self.inv_freq) if turn is None else turn
@@ -73,7 +73,8 @@ class PlainGatedMLP(nn.Module):
         self.gate_proj, self.up_proj, self.down_proj = original.gate_proj, original.up_proj, original.down_proj
 
     def forward(self, x: Tensor, **_: Any) -> Tensor:
-        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = joint_products(x, self.gate_proj, self.up_proj)
+        out: Tensor = self.down_proj(F.silu(gate) * up)
         return out
 
 

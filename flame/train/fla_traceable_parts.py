@@ -13,6 +13,8 @@ from fla.modules.feature_map import ReLUFeatureMap, SwishFeatureMap
 from fla.modules.layernorm_gated import RMSNormGated
 from torch import Tensor, nn
 
+from flame.train.joint_products import joint_products
+
 
 def normalised(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """Return the root mean square norm of `x` in fp32. Source: Zhang and Sennrich 2019."""
@@ -69,5 +71,6 @@ class TraceableMamba2Norm(RMSNormGated):
 
 class TraceableGatedMLP(GatedMLP):
     def forward(self, x: Tensor, **_: Any) -> Tensor:
-        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = joint_products(x, self.gate_proj, self.up_proj)
+        out: Tensor = self.down_proj(F.silu(gate) * up)
         return out

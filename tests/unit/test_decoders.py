@@ -123,7 +123,7 @@ def test_loss_and_gradients_are_transformers_own_of_each_document(name: str) -> 
     for (key, one), other in zip(module.model.named_parameters(), reference.parameters(), strict=True):
         assert one.grad is not None and other.grad is not None, key
         scale = float(other.grad.abs().max())
-        torch.testing.assert_close(one.grad, other.grad, rtol=0, atol=2e-6 * max(scale, 1.0), msg=key)
+        torch.testing.assert_close(one.grad, other.grad, rtol=0, atol=5e-6 * max(scale, 1.0), msg=key)
 
 
 @pytest.mark.parametrize("name", DECODERS)
@@ -138,7 +138,7 @@ def test_a_packed_document_is_the_document_alone_and_touches_no_other(name: str)
         length = stop - start
         alone = {"input_ids": ids, "positions": torch.arange(length)[None], "max_seqlen": length}
         alone["cu_seqlens"] = torch.tensor([0, length], dtype=torch.int32)
-        torch.testing.assert_close(last_hidden(module, alone), hidden[start:stop], rtol=1e-6, atol=2e-6)
+        torch.testing.assert_close(last_hidden(module, alone), hidden[start:stop], rtol=1e-6, atol=5e-6)
     others = torch.ones(len(hidden), dtype=torch.bool)
     others[own] = False
     changed = last_hidden(module, after)
