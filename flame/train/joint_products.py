@@ -1,8 +1,8 @@
 """Products of one input with several matrices as one, where a compiler puts their gradients side by side anyway.
 
-A gate and an up projection, or queries and keys before their rotation, are followed by formulas of single numbers. In a
-compiled block these write their gradients into one wide tensor, so that the gradient of the input is one product: apart,
-each would write a gradient of the input for the next kernel to read and add up. Wider products are also faster.
+A gate and an up projection, or queries and keys before their rotation, are followed by formulas of single numbers. In
+a compiled block these write their gradients into one wide tensor, so that the gradient of the input is one product:
+apart, each would write a gradient of the input for the next kernel to read and add up.
 """
 
 from __future__ import annotations
