@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.optim.sgd import sgd
 
 from flame.errors import UsageError
 from flame.train.checkpoint_tensors import plain_name
@@ -44,6 +45,32 @@ class JoinedOptimizer(Optimizer):
             member.step()
 
 
+class ShardedSGD(torch.optim.SGD):
+    """`torch.optim.SGD` on the rows that each rank has: its fused kernel knows no DTensors."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Update every parameter that has a gradient."""
+        assert closure is None, "training computes its losses before the step"
+        for group in self.param_groups:
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            sgd(
+                [_local(parameter) for parameter in parameters],
+                [_local(parameter.grad) for parameter in parameters],
+                [self._momentum(parameter, group) for parameter in parameters],
+                **{name: group[name] for name in ("foreach", "fused", "lr", "momentum", "weight_decay")},
+                **{name: group[name] for name in ("dampening", "nesterov", "maximize")},
+            )
+
+    def _momentum(self, parameter: Tensor, group: dict[str, Any]) -> Tensor | None:
+        if group["momentum"] == 0:
+            return None
+        state = self.state[parameter]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(parameter, requires_grad=False)
+        return _local(state["momentum_buffer"])
+
+
 def _adamw(groups: Groups, options: OptimizerOptions, how: dict[str, Any]) -> Optimizer:
     return torch.optim.AdamW(groups, lr=options.lr, **_adam_arguments(options), **how)
 
@@ -53,7 +80,7 @@ def _adam(groups: Groups, options: OptimizerOptions, how: dict[str, Any]) -> Opt
 
 
 def _sgd(groups: Groups, options: OptimizerOptions, how: dict[str, Any]) -> Optimizer:
-    return torch.optim.SGD(groups, lr=options.lr, momentum=options.beta1, **how)
+    return ShardedSGD(groups, lr=options.lr, momentum=options.beta1, **how)
 
 
 def _muon(groups: Groups, options: OptimizerOptions, how: dict[str, Any]) -> Optimizer:

@@ -260,7 +260,7 @@ class OptimizerOptions:
     beta1: float = option(0.9, help="decay of the first moment (SGD: its momentum)")
     beta2: float = option(0.95, help="decay of the second moment")
     eps: float = option(1e-8, help="added to the root of the second moment")
-    weight_decay: float = option(0.1, help="decoupled weight decay (Adam: L2)")
+    weight_decay: float = option(0.1, help="decoupled weight decay (Adam, SGD: L2)")
     implementation: str | None = option(
         None, help="fused on a GPU, foreach on a CPU, if absent", choices=("fused", "foreach", "for-loop")
     )

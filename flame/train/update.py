@@ -47,7 +47,7 @@ class UpdateAfterBackward:
     ) -> None:
         self._optimizer, self._parameters, self._max_norm = optimizer, parameters, max_norm
         self._skip_not_finite, self._before_update = skip_not_finite, before_update
-        # A fused SGD that skips its first update would keep momentum that nobody has written.
+        # Of the others, ShardedSGD passes no found_inf on, and Muon's kernels know none.
         self._skips_on_device = isinstance(optimizer, Adam) and optimizer.defaults["fused"]
         self._num_labels = 0
 

@@ -16,6 +16,7 @@ SHORT: dict[str, Any] = {"training__steps": 6, "training__batch_size": 1, "lr_sc
 IN_BACKWARD = {"optimizer__early_step_in_backward": "true", "training__max_norm": "inf"}
 WAYS: dict[str, dict[str, Any]] = {
     "SGD": {"optimizer__name": "SGD", "optimizer__implementation": "for-loop"},
+    "fused SGD": {"optimizer__name": "SGD", "optimizer__implementation": "fused"},
     "Muon": {"optimizer__name": "Muon", "optimizer__lr_factors": "embed*=0.5,layers.1=2"},
     "in backward": IN_BACKWARD,
 }

@@ -247,10 +247,10 @@ def _sharded(shape: tuple[int, int]) -> Toy:
     return model
 
 
-def _check_sharded_step(shape: tuple[int, int], max_norm: float, name: str) -> None:
+def _check_sharded_step(shape: tuple[int, int], max_norm: float, name: str, implementation: str | None = None) -> None:
     """One step of the sharded model is that of the plain one, to the norm, the gradients and the weights."""
     world_size = shape[0] * shape[1]
-    options = OptimizerOptions(lr=0.01, name=name, weight_decay=0.1)
+    options = OptimizerOptions(lr=0.01, name=name, weight_decay=0.1, implementation=implementation)
     sharded, plain = _sharded(shape), Toy()
     optimizers = [build_optimizer(model, options, CPU) for model in (sharded, plain)]
     sharded(ids()).backward()
@@ -274,8 +274,9 @@ def _check_sharded_step(shape: tuple[int, int], max_norm: float, name: str) -> N
 def test_sharded_on_one_rank() -> None:
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
-        for name in ("SGD", "Muon"):
-            _check_sharded_step((1, 1), max_norm=0.5, name=name)
+        for name in OPTIMIZERS:
+            for implementation in ("fused", "foreach", "for-loop"):
+                _check_sharded_step((1, 1), max_norm=0.5, name=name, implementation=implementation)
     finally:
         dist.destroy_process_group()
 
@@ -287,6 +288,8 @@ def _rank_of_two(rank: int, store: Path) -> None:
         for shape in ((1, 2), (2, 1)):
             for max_norm, name in ((0.5, "SGD"), (1e6, "SGD"), (0.5, "Muon")):
                 _check_sharded_step(shape, max_norm, name)
+            for name in ("AdamW", "SGD", "Muon"):
+                _check_sharded_step(shape, 0.5, name, "fused")
     finally:
         dist.destroy_process_group()
 
