@@ -112,7 +112,7 @@ def walk_forward(
         )
     row = i_h * V + i_v * BV
     g += first * HV + i_h
-    u += (first * HV + i_h) * V + i_v * BV + tl.arange(0, BV)[None, :]
+    u += (first * HV + i_h) * V + i_v * BV
 
     o_t = tl.arange(0, BT)
     b_s = tl.zeros([BV, BK], dtype=tl.float32)
@@ -137,7 +137,8 @@ def walk_forward(
             b_seen = tl.where(seen, b_p * tl.exp2(b_g[None, :] - b_g[:, None]), 0.0).to(b_k.dtype)
         if BY_ROWS:
             # not by the descriptor: rows would be in shared memory twice, which then lacks room for two stages
-            b_u = tl.load(u + (t + o_t)[:, None] * (HV * V), mask=m_t[:, None], other=0.0)
+            p_u = o_t[:, None] * (HV * V) + tl.arange(0, BV)[None, :]
+            b_u = tl.load(u + tl.cast(i_t, tl.int64) * (BT * HV * V) + p_u, mask=m_t[:, None], other=0.0)
         # products of [BV, BK] and [BK, BT]
         b_held = b_s.to(b_k.dtype)
         b_v = tl.dot(b_held, tl.trans(w_rows.load([t, 0])))
@@ -314,6 +315,9 @@ def chunk_gradients(
         length = T
         place = i_b.to(tl.int64) * tl.cdiv(T, BT) + i_c
     i_hk = i_h // (HV // H)
+    # a document may have more than 2^31 elements, a chunk has not
+    left = length - i_t * BT
+    first += i_t.to(tl.int64) * BT
     q += (first * H + i_hk) * K
     k += (first * H + i_hk) * K
     g += first * HV + i_h
@@ -328,9 +332,9 @@ def chunk_gradients(
     states += (place * HV + i_h) * V * K
     d_states += (place * HV + i_h) * V * K
 
-    o_t = i_t * BT + tl.arange(0, BT)
+    o_t = tl.arange(0, BT)
     o_k = i_k * BK + tl.arange(0, BK)
-    m_t = o_t < length
+    m_t = o_t < left
     m_k = o_k < K
     b_dq = tl.zeros([BT, BK], dtype=tl.float32)
     b_dk = tl.zeros([BT, BK], dtype=tl.float32)
@@ -367,7 +371,7 @@ def chunk_gradients(
     b_q = tl.load(q + p_in, mask=m_tk, other=0.0)
     b_k = tl.load(k + p_in, mask=m_tk, other=0.0)
     b_g = tl.load(g + o_t * HV, mask=m_t, other=0.0)
-    last = tl.minimum((i_t + 1) * BT, length) - 1
+    last = tl.minimum(BT, left) - 1
     b_g_last = tl.load(g + last * HV)
     b_dq = b_dq * (tl.exp2(b_g) * scale)[:, None]
     b_dk = b_dk * tl.where(m_t, tl.exp2(b_g_last - b_g), 0.0)[:, None]

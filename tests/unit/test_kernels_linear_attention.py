@@ -196,6 +196,70 @@ def test_what_a_kernel_made_is_not_computed_again(facts: dict[str, Any]) -> None
     assert facts["steps"]["calls"] == 9
 
 
+# Of tensors that would fill gigabytes nothing is read or written: where an access would go is noted.
+FAR = """
+import json
+from types import SimpleNamespace
+import numpy as np
+import torch
+from triton.runtime import interpreter
+from flame.kernels import gated_delta_rule_triton as kernels
+
+CHUNK, HEADS, KEYS, VALUES = 64, 16384, 16, 64
+TOKENS = 2**31 // (HEADS * VALUES) + CHUNK
+memory, accesses = interpreter._interpreter, []
+numbers = {
+    "cu_seqlens": [0, TOKENS], "chunk_offsets": [0, TOKENS // CHUNK], "longest_first": [0],
+    "chunk_indices": [[0, TOKENS // CHUNK - 1]],
+}
+numbers = {name: torch.tensor(value) for name, value in numbers.items()}
+halves = "q k u w o v_new states do dv d_states dq dk dw".split()
+tensors = {name: torch.zeros(1, dtype=torch.half) for name in halves} | {name: torch.zeros(1) for name in ("g", "dg")}
+first = min(x.data_ptr() for x in tensors.values())
+
+
+def note(pointers, mask):
+    if mask.any():
+        accesses.append(int(pointers.astype(np.int64)[mask].min()) - first)
+
+
+def load(pointers, mask, other, dtype):
+    if any(0 <= int(pointers.flat[0]) - x.data_ptr() < x.nbytes for x in numbers.values()):
+        return memory.load(pointers, mask, other, dtype)
+    note(pointers, mask)
+    return np.zeros_like(other)
+
+
+def lowest(name, **options):
+    kernel = getattr(kernels, name)
+    while hasattr(kernel, "configs") or hasattr(kernel, "values"):  # autotuner and heuristics
+        kernel = kernel.fn
+    sizes = dict(H=1, HV=HEADS, K=KEYS, V=VALUES, BT=CHUNK, BK=KEYS, BV=VALUES, IS_PACKED=True)
+    given = {**tensors, **numbers, **sizes, "scale": 1.0, "T": TOKENS, "all_tokens": TOKENS, **options}
+    accesses.clear()
+    kernel[(1, 1)](**{key: value for key, value in given.items() if key in kernel.arg_names})
+    return min(accesses)
+
+
+stand_in = {"load": load, "store": lambda pointers, value, mask: note(pointers, mask)}
+interpreter._interpreter = SimpleNamespace(**{**vars(memory), **stand_in})
+found = {
+    "outputs": lowest("walk_forward", BY_ROWS=False, WITH_OUTPUT=True),
+    "outputs, by rows": lowest("walk_forward", BY_ROWS=True, WITH_OUTPUT=True),
+    "states": lowest("walk_forward", BY_ROWS=True, WITH_OUTPUT=False),
+    "backward": lowest("walk_backward"),
+    "gradients of a chunk": lowest("chunk_gradients", WITH_W=True),
+}
+print("FACTS" + json.dumps(found))
+"""
+
+
+def test_a_document_may_have_more_elements_than_a_number_of_32_bits_holds() -> None:
+    """Of 700,000 tokens by 6 heads of 512 values, say; no access lies before all tensors."""
+    found = json.loads(interpreted(FAR).partition("FACTS")[2])
+    assert {name: place for name, place in found.items() if place < 0} == {}
+
+
 @pytest.mark.parametrize(("values", "tiles"), [(64, {64}), (192, {64}), (512, {64, 128})])
 def test_tiles_of_walks_divide_the_values(values: int, tiles: set[int]) -> None:
     """Else a program would write over the next head's states. Triton calls what sorts them out with all arguments."""
