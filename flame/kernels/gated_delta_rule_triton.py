@@ -170,10 +170,11 @@ def walk_forward(
 
 
 @_tuned(
-    {"BV": 64, "num_warps": 4, "num_stages": 1},
-    {"BV": 64, "num_warps": 4, "num_stages": 2},
-    {"BV": 128, "num_warps": 8, "num_stages": 1},
-    {"BV": 128, "num_warps": 8, "num_stages": 2},
+    {"BV": 64, "BY_ROWS": False, "num_warps": 4, "num_stages": 1},
+    {"BV": 64, "BY_ROWS": False, "num_warps": 4, "num_stages": 2},
+    {"BV": 64, "BY_ROWS": True, "num_warps": 4, "num_stages": 2},
+    {"BV": 128, "BY_ROWS": False, "num_warps": 8, "num_stages": 1},
+    {"BV": 128, "BY_ROWS": True, "num_warps": 8, "num_stages": 2},
     prune_configs_by={"early_config_prune": _fitting},
 )
 @triton.jit(do_not_specialize=["T"])
@@ -197,6 +198,7 @@ def walk_backward(
     BT: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    BY_ROWS: tl.constexpr,
     IS_PACKED: tl.constexpr,
 ):
     """Write the gradients of the state after each chunk, and of the values that chunks add to it."""
@@ -217,6 +219,8 @@ def walk_backward(
     )
     row = i_h * V + i_v * BV
     g += first * HV + i_h
+    do += (first * HV + i_h) * V + i_v * BV
+    dv += (first * HV + i_h) * V + i_v * BV
 
     o_t = tl.arange(0, BT)
     b_d = tl.zeros([BV, BK], dtype=tl.float32)
@@ -248,17 +252,31 @@ def walk_backward(
             d_rows.store([i_t, row, BK], b_held[None, :, :])
             b_dv = tl.dot(b_held, tl.trans(b_k2), b_dv)
         b_dv *= tl.where(m_t, tl.exp2(b_g_last - b_g), 0.0)[None, :]
-        b_dv = tl.dot(tl.trans(do_rows.load([t, i_v * BV])), b_seen, b_dv)
-        b_added = b_dv.to(b_k.dtype)
-        dv_rows.store([t, i_v * BV], tl.trans(b_added))
-        b_do = tl.trans(do_rows.load([t, i_v * BV])).to(tl.float32)
-        b_do = (b_do * (tl.exp2(b_g) * scale)[None, :]).to(b_k.dtype)
+        if BY_ROWS:
+            # as in walk_forward; and w, loaded in a branch, is not in shared memory twice either
+            p_v = tl.cast(i_t, tl.int64) * (BT * HV * V) + o_t[:, None] * (HV * V) + tl.arange(0, BV)[None, :]
+            b_do = tl.trans(tl.load(do + p_v, mask=m_t[:, None], other=0.0))
+            b_added = tl.dot(b_do, b_seen, b_dv).to(b_k.dtype)
+            tl.store(dv + p_v, tl.trans(b_added), mask=m_t[:, None])
+        else:
+            b_dv = tl.dot(tl.trans(do_rows.load([t, i_v * BV])), b_seen, b_dv)
+            b_added = b_dv.to(b_k.dtype)
+            dv_rows.store([t, i_v * BV], tl.trans(b_added))
+            b_do = tl.trans(do_rows.load([t, i_v * BV]))
+        b_do = (b_do.to(tl.float32) * (tl.exp2(b_g) * scale)[None, :]).to(b_k.dtype)
         # products of [BV, BT] and [BT, BK]
         b_d = tl.dot(b_do, b_q, b_d * tl.exp2(b_g_last))
-        b_d = tl.dot(-b_added, w_rows.load([t, 0]), b_d)
         if K > BK:
             b_d2 = tl.dot(b_do, b_q2, b_d2 * tl.exp2(b_g_last))
-            b_d2 = tl.dot(-b_added, w_rows.load([t, BK]), b_d2)
+        if BY_ROWS:
+            if t < length:
+                b_d = tl.dot(-b_added, w_rows.load([t, 0]), b_d)
+                if K > BK:
+                    b_d2 = tl.dot(-b_added, w_rows.load([t, BK]), b_d2)
+        else:
+            b_d = tl.dot(-b_added, w_rows.load([t, 0]), b_d)
+            if K > BK:
+                b_d2 = tl.dot(-b_added, w_rows.load([t, BK]), b_d2)
 
 
 @_tuned(

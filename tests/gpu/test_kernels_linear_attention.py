@@ -61,6 +61,32 @@ def test_gated_kernels_are_their_recurrence(name: str) -> None:
     assert max(errors[:6]) < 1e-2 and max(errors) < 3e-2  # the last are sums of many numbers of both signs
 
 
+@pytest.mark.parametrize("kernel", ["walk_forward", "walk_backward", "chunk_gradients"])
+def test_all_that_a_kernel_may_be_tuned_to_has_the_same_bits(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for what has no room on this device."""
+    from triton.runtime.errors import OutOfResources
+
+    from flame.kernels import gated_delta_rule_triton
+
+    tuner = getattr(gated_delta_rule_triton, kernel)
+    offsets = offsets_of(65, 66, 300, 512)
+    case = case_of("gated_delta_rule", offsets)
+    found = []
+    for config in tuner.configs:
+        monkeypatch.setattr(tuner, "configs", [config])
+        try:
+            found.append(
+                differentiated(
+                    lambda *x: linear_attention("gated_delta_rule", *x, cu_seqlens=offsets, **case.settings),
+                    case.inputs,
+                )
+            )
+        except OutOfResources as error:
+            print(kernel, config, error)
+    assert len(found) > 1
+    assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0][:6], other[:6], strict=True))
+
+
 def exact_of(name: str, case: Case, offsets: Tensor) -> list[Tensor]:
     return differentiated(lambda *x: recurrence(name, *x, offsets=offsets), tuple(x.double() for x in case.inputs))
 
