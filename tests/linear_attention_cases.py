@@ -11,7 +11,7 @@ from fla.ops import delta_rule, gated_delta_rule, gla, gsa, kda, retention, rwkv
 from torch import Tensor
 
 from flame.kernels import reference
-from flame.kernels.fla_functions import _IN_KERNEL
+from flame.kernels.fla_functions import _IN_KERNEL, KERNELS
 from flame.train.fla_traceable_rwkv7 import _LOWEST_DECAY
 
 
@@ -83,17 +83,25 @@ def same_bits(case: Case, ours: Callable[..., Tensor]) -> list[bool]:
     return [torch.equal(a, b) for a, b in zip(expected, differentiated(ours, case.inputs), strict=True)]
 
 
+RECURRENCES = ("gla", "gated_delta_rule", "simple_gla", "retention", "delta_rule")
+
+
 def recurrence(name: str, *inputs: Tensor, offsets: Tensor, most: float = 1.0) -> Tensor:
-    """Return `gla`, `gated_delta_rule` or `simple_gla` of its inputs, a token at a time; β is at most `most`."""
-    q, k, v, g, *others = inputs
+    """Return a kernel of `RECURRENCES` of its inputs, a token at a time; β of the gated delta rule is at most `most`."""
+    q, k, v, *others = inputs
     scale = q.shape[-1] ** -0.5
     if name == "gla":
-        return reference.gated_linear_attention(q, k, v, g, offsets, scale=scale)
+        return reference.gated_linear_attention(q, k, v, *others, offsets, scale=scale)
     if name == "simple_gla":
-        return reference.gated_delta_rule(q, k, v, g, None, offsets, scale=scale)
-    beta, A_log, dt_bias = others
+        return reference.gated_delta_rule(q, k, v, *others, None, offsets, scale=scale)
+    if name == "retention":
+        decay = KERNELS[name].computed({"q": q})["g_gamma"].to(q.dtype).expand(q.shape[:3])
+        return reference.gated_delta_rule(q, k, v, decay, None, offsets, scale=scale)
     q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
     q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], dim=2) for x in (q, k))
+    if name == "delta_rule":
+        return reference.gated_delta_rule(q, k, v, torch.zeros_like(others[0]), *others, offsets, scale=scale)
+    g, beta, A_log, dt_bias = others
     decay = -A_log.exp() * F.softplus(g + dt_bias)
     return reference.gated_delta_rule(q, k, v, decay, most * beta.sigmoid(), offsets, scale=scale)
 

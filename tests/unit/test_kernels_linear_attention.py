@@ -13,6 +13,7 @@ pytest.importorskip("fla")
 from flame.errors import TrainingError
 from flame.kernels import linear_attention as own
 from flame.kernels.fla_functions import KERNELS
+from tests.linear_attention_cases import RECURRENCES
 from tests.triton_interpreter import interpreted
 
 OURS = ("gla", "gated_delta_rule", "simple_gla")
@@ -37,7 +38,7 @@ from flame.train.families import FAMILIES
 from flame.train.model import CausalLMLoss
 from flame.train.parallelize import parallelize
 from tests.fla_families import tiny_config
-from tests.linear_attention_cases import differentiated, make_cases, recurrence, relative_error, same_bits
+from tests.linear_attention_cases import RECURRENCES, differentiated, make_cases, recurrence, relative_error, same_bits
 from tests.unit.test_model import packed_batch
 from tests.unit.test_parallelize import process_group
 
@@ -58,7 +59,7 @@ def bits():
 def several_chunks():
     # documents of several chunks, the last of each cut short: errors beside the recurrence in fp64, ours and fla's
     offsets = torch.tensor([0, 70, 140, 140], dtype=torch.int32)
-    sizes = {"gla": SIZES, "simple_gla": SIZES, "gated_delta_rule": {**SIZES, "key_width": 144, "value_width": 64}}
+    sizes = dict.fromkeys(RECURRENCES, SIZES) | {"gated_delta_rule": {**SIZES, "key_width": 144, "value_width": 64}}
     return {name: errors(name, make_cases(offsets, **kept)[name], offsets) for name, kept in sizes.items()}
 
 
@@ -181,9 +182,9 @@ def test_an_operator_has_the_bits_of_flas_function(facts: dict[str, Any], name: 
     assert facts["bits"][name] == [True] * (1 + len(KERNELS[name].inputs))
 
 
-@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("name", RECURRENCES)
 def test_our_own_are_as_near_to_their_recurrence_as_flas(facts: dict[str, Any], name: str) -> None:
-    """Over several chunks; the sums that gradients of one number a head are may differ by more from either side."""
+    """Over several chunks, and fla's too; the sums that gradients of one number a head are may differ by more from either side."""
     found = facts["several_chunks"][name]
     tensors = slice(0, 1 + len(KERNELS[name].inputs) - 2 * (name == "gated_delta_rule"))
     ours, theirs = found["ours"], found["theirs"]
