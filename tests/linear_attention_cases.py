@@ -87,7 +87,7 @@ RECURRENCES = ("gla", "gated_delta_rule", "simple_gla", "retention", "delta_rule
 
 
 def recurrence(name: str, *inputs: Tensor, offsets: Tensor, most: float = 1.0) -> Tensor:
-    """Return a kernel of `RECURRENCES` of its inputs, a token at a time; β of the gated delta rule is at most `most`."""
+    """Return a kernel of `RECURRENCES` of its inputs, a token at a time; a β that is a sigmoid is at most `most`."""
     q, k, v, *others = inputs
     scale = q.shape[-1] ** -0.5
     if name == "gla":
