@@ -93,6 +93,9 @@ def _fla_transformer_arguments(
 def _fla_refusal(config: PretrainedConfig) -> str | None:
     if getattr(config, "use_l2warp", False):
         return "use_l2warp adds a term to the loss that is not available here; set it to false"
+    keys, values = getattr(config, "num_heads", None), getattr(config, "num_v_heads", None)
+    if keys and values and values % keys:
+        return f"num_v_heads is {values}, and must be a multiple of num_heads, which is {keys}"
     return None
 
 

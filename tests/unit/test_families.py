@@ -92,6 +92,9 @@ def test_an_encoder_is_refused() -> None:
         ("transformer", {"attnres_block_size": 2}, "attnres_block_size"),
         ("transformer", {"hidden_act": "powlu"}, "only swish"),
         ("rwkv7", {"use_l2warp": True}, "use_l2warp"),
+        ("gated_deltanet", {"num_heads": 4, "num_v_heads": 2}, "num_v_heads is 2"),
+        ("gated_deltanet", {"num_heads": 4, "num_v_heads": 6}, "num_v_heads is 6"),
+        ("kda", {"num_heads": 4, "num_v_heads": 2}, "num_v_heads is 2"),
     ],
 )
 def test_configurations_that_would_train_something_else_are_refused(
