@@ -49,6 +49,8 @@ class CausalLMLoss(nn.Module):
         self.softcap: float | None = getattr(model.config, "final_logit_softcapping", None)
         self.stay_gathered: list[nn.Module] = []
         """The parts whose weights are not freed between forward and backward; `parallelize` names them."""
+        self.cuts_graphs = False
+        """Whether attention leaves a compiled block's graph."""
 
     def forward(
         self,
@@ -153,7 +155,10 @@ def build_model(
         log.info("short convolutions: %s", choose_convolution("auto", device=device, dtype=dtype))
     if family.fused_loss and model.get_output_embeddings() is None:
         raise TrainingError(f"a model of the type {config.model_type} has no output head to train")
-    return CausalLMLoss(model, family, loss)
+    module = CausalLMLoss(model, family, loss)
+    attends = not family.from_fla or any(hasattr(part, "attend_packed") for part in model.modules())
+    module.cuts_graphs = attends and chosen == "sdpa" and not whole_rows
+    return module
 
 
 def _choose_attention(

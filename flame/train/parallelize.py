@@ -53,6 +53,11 @@ def parallelize(
     blocks = module.blocks()
     if compile_blocks:
         _compile(module, blocks)
+        if module.cuts_graphs and checkpoint_mode != "none":
+            log.warning(
+                "training.compile: blocks whose activations are computed again run as they are, for sdpa attention "
+                "over documents leaves their graphs"
+            )
     sharded = mesh["dp_shard"].size() > 1
     options: dict[str, Any] = {
         "mesh": mesh if mesh["dp_replicate"].size() > 1 else mesh["dp_shard"],

@@ -244,6 +244,28 @@ def test_compiling_changes_no_value() -> None:
         torch.testing.assert_close(module(**packed_batch()), plain(**packed_batch()))
 
 
+@pytest.mark.usefixtures("quick_compile")
+@pytest.mark.parametrize("mode", ["full", "selective"])
+@pytest.mark.parametrize(("model_type", "attention"), [("llama", "in_graph"), ("llama", "sdpa"), ("transformer", "sdpa")])
+def test_blocks_that_are_computed_again_are_compiled_or_said_not_to_be(
+    model_type: str,
+    attention: str,
+    mode: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A graph that sdpa cuts within what is computed again is none at all."""
+    monkeypatch.setitem(ATTENTION, "in_graph", IN_GRAPH)
+    with process_group(0, 1), caplog.at_level("WARNING", logger="flame"):
+        module = build(make_config(model_type), attention=attention)
+        mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp_replicate", "dp_shard"))
+        options = {"checkpoint_mode": mode, "checkpoint_option": "op", "compile_blocks": True}
+        parallelize(module, mesh, device=CPU, param_dtype=torch.float32, **options)
+        assert ("sdpa attention over documents leaves their graphs" in caplog.text) == (attention == "sdpa")
+        module(**packed_batch())[0].backward()
+        assert counters["stats"]["unique_graphs"] == (0 if attention == "sdpa" else 1)
+
+
 def test_an_unknown_policy_is_refused() -> None:
     with process_group(0, 1), pytest.raises(UsageError, match="got sometimes; expected default, always, never"):
         sharded_module("llama", False, 0, (1, 1), reshard_after_forward="sometimes")
