@@ -246,7 +246,9 @@ def test_compiling_changes_no_value() -> None:
 
 @pytest.mark.usefixtures("quick_compile")
 @pytest.mark.parametrize("mode", ["full", "selective"])
-@pytest.mark.parametrize(("model_type", "attention"), [("llama", "in_graph"), ("llama", "sdpa"), ("transformer", "sdpa")])
+@pytest.mark.parametrize(
+    ("model_type", "attention"), [("llama", "in_graph"), ("llama", "sdpa"), ("transformer", "sdpa")]
+)
 def test_blocks_that_are_computed_again_are_compiled_or_said_not_to_be(
     model_type: str,
     attention: str,
