@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 from torch import Tensor
@@ -21,24 +20,3 @@ def packed_arguments(cu_seqlens: Tensor | None, chunk_size: int) -> dict[str, An
 
     indices = None if cu_seqlens is None else prepare_chunk_indices(cu_seqlens, chunk_size)
     return {"cu_seqlens": cu_seqlens, "chunk_size": chunk_size, "chunk_indices": indices}
-
-
-@cache
-def _orders() -> Any:
-    """Return the function of `longest_first`, which keeps what it made of the last offsets, as fla does."""
-    from fla.utils import tensor_cache
-
-    def order(cu_seqlens: Tensor) -> Tensor:
-        return cu_seqlens.diff().argsort(descending=True)
-
-    return tensor_cache(order)
-
-
-def longest_first(cu_seqlens: Tensor) -> Tensor:
-    """Return the numbers of packed documents, those of the longest ones first.
-
-    Programs that walk along documents begin in that order, so that none is left alone with a long one at the end.
-    Nothing waits for the device.
-    """
-    order: Tensor = _orders()(cu_seqlens)
-    return order

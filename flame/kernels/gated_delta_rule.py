@@ -26,10 +26,11 @@ from fla.ops.gated_delta_rule.wy_fast import prepare_wy_repr_bwd, recompute_w_u_
 from fla.ops.utils import chunk_local_cumsum
 from fla.ops.utils.constant import RCP_LN2
 from fla.ops.utils.index import prepare_chunk_offsets
+from fla.utils import tensor_cache
 from torch import Tensor
 
 from flame.kernels import gated_delta_rule_triton as kernels
-from flame.kernels.chunks import longest_first, packed_arguments
+from flame.kernels.chunks import packed_arguments
 from flame.kernels.dispatch import walks_refusal
 
 
@@ -151,7 +152,8 @@ def chunk_gradients(
     That of w is of the gradients `d_v` of the values that tokens add, and None without them. Both states are V × K.
     """
     (B, T, H, K), HV = k.shape, v_new.shape[2]
-    d_q, d_k, d_w = (k.new_empty(B, T, HV, K) for _ in range(3))
+    d_q, d_k = (k.new_empty(B, T, HV, K) for _ in range(2))
+    d_w = None if d_v is None else torch.empty_like(d_q)
     columns = triton.cdiv(K, kernels.columns_of_keys(K))
     d_g = g_sum.new_empty(columns, B, T, HV)
     kernels.chunk_gradients[(columns * _num_chunks(T, packed), B * HV)](
@@ -165,7 +167,7 @@ def chunk_gradients(
         d_states=d_states,
         dq=d_q,
         dk=d_k,
-        dw=None if d_v is None else d_w,
+        dw=d_w,
         dg=d_g,
         cu_seqlens=packed["cu_seqlens"],
         chunk_indices=packed["chunk_indices"],
@@ -176,7 +178,7 @@ def chunk_gradients(
     )
     if H != HV:
         d_q, d_k = (x.view(B, T, H, HV // H, K).sum(3) for x in (d_q, d_k))
-    return d_q, d_k, None if d_v is None else d_w, d_g.sum(0)
+    return d_q, d_k, d_w, d_g.sum(0)
 
 
 def _num_chunks(T: int, packed: dict[str, Any]) -> int:
@@ -215,6 +217,16 @@ def _walk(kernel: Any, k: Tensor, v: Tensor, packed: dict[str, Any], **arguments
         T=k.shape[1],
         **sizes,
     )
+
+
+@tensor_cache
+def longest_first(cu_seqlens: Tensor) -> Tensor:
+    """Return the numbers of packed documents, those of the longest ones first; made once for the same offsets.
+
+    Programs that walk along documents begin in that order, so that none is left alone with a long one at the end.
+    Nothing waits for the device.
+    """
+    return cu_seqlens.diff().argsort(descending=True)
 
 
 def _scratch(size: int, alignment: int, stream: int | None) -> Tensor:

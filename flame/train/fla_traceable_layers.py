@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from flame.kernels.linear_attention import linear_attention
 from flame.train.fla_modules import rotate, rotation
 from flame.train.fla_traceable_parts import normalised
+from flame.train.joint_products import narrow_products
 
 Output = tuple[Tensor, None, None]
 _FUSED_LINEAR_EPS = 1e-5
@@ -42,16 +43,6 @@ def _heads(x: Tensor, width: int, shared_by: int = 1) -> Tensor:
     """Return `[B, T, H·D]` as `[B, T, H, D]`, each head `shared_by` times."""
     heads = x.unflatten(-1, (-1, width))
     return heads if shared_by == 1 else heads.repeat_interleave(shared_by, dim=2)
-
-
-def _narrow_products(x: Tensor, *projections: Any) -> tuple[Tensor, ...]:
-    """Return products with matrices of a few rows each, without biases, as one: alone each reads all of `x`.
-
-    Its rows are filled up to a multiple of 8, which is what kernels for the matrix units of a GPU ask for.
-    """
-    weight = torch.cat([projection.weight for projection in projections])
-    y = F.linear(x, F.pad(weight, (0, 0, 0, -len(weight) % 8)))
-    return y[..., : len(weight)].split([len(projection.weight) for projection in projections], dim=-1)
 
 
 def _gated_output(layer: Any, o_BTHV: Tensor, hidden_states: Tensor) -> Output:
@@ -133,7 +124,7 @@ class TraceableGatedDeltaNet(GatedDeltaNet):
         if not self.use_short_conv:
             q, k, v = F.silu(q), F.silu(k), F.silu(v)
         q, k, v = _heads(q, self.head_k_dim), _heads(k, self.head_k_dim), _heads(v, self.head_v_dim)
-        decay, beta = _narrow_products(hidden_states, self.a_proj, self.b_proj)
+        decay, beta = narrow_products(hidden_states, self.a_proj, self.b_proj)
         o = linear_attention(
             *("gated_delta_rule", q, k, v, decay, beta, self.A_log, self.dt_bias),
             cu_seqlens=cu_seqlens,

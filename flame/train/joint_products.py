@@ -1,4 +1,4 @@
-"""Products of one input with several matrices as one, where a compiler puts their gradients side by side anyway.
+"""Products of one input with several matrices as one: where a compiler joins their gradients, or each is narrow.
 
 A gate and an up projection, or queries and keys before their rotation, are followed by formulas of single numbers. In
 a compiled block these write their gradients into one wide tensor, so that the gradient of the input is one product:
@@ -7,6 +7,7 @@ apart, each would write a gradient of the input for the next kernel to read and 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,5 +23,22 @@ def joint_products(x: Tensor, *projections: Any) -> list[Tensor]:
     """
     if not torch.compiler.is_compiling() or any(projection.bias is not None for projection in projections):
         return [projection(x) for projection in projections]
+    return _as_one(x, projections, multiple=1)
+
+
+def narrow_products(x: Tensor, *projections: Any) -> list[Tensor]:
+    """Return linear projections of `x` to a few numbers each, without biases, by one product: each alone reads all.
+
+    Rows of the matrices are filled up to a multiple of 8, which is what kernels for the matrix units of a GPU ask for.
+    """
+    return _as_one(x, projections, multiple=8)
+
+
+def _as_one(x: Tensor, projections: Sequence[Any], *, multiple: int) -> list[Tensor]:
     weights = [projection.weight for projection in projections]
-    return list(F.linear(x, torch.cat(weights)).split([len(weight) for weight in weights], dim=-1))
+    widths = [len(weight) for weight in weights]
+    missing = -sum(widths) % multiple
+    if missing:
+        weights.append(weights[0].new_zeros(missing, x.shape[-1]))
+    y = F.linear(x, torch.cat(weights))
+    return list(y[..., : sum(widths)].split(widths, dim=-1))

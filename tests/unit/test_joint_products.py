@@ -11,7 +11,7 @@ from functorch.compile import make_boxed_func
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 
-from flame.train.joint_products import joint_products
+from flame.train.joint_products import joint_products, narrow_products
 
 
 class Gated(nn.Module):
@@ -57,3 +57,14 @@ def test_eager_keeps_modules_apart() -> None:
     module.up.register_forward_hook(lambda *_: called.append(True))
     module(torch.randn(1, 3, 24))
     assert called == [True]
+
+
+@pytest.mark.parametrize("widths", [(6, 6), (3, 5), (1, 2)])
+def test_narrow_products_are_those_of_each(widths: tuple[int, int]) -> None:
+    """Where the rows that fill up the matrix are four, none and five."""
+    torch.manual_seed(0)
+    module = nn.ModuleList(nn.Linear(24, width, bias=False) for width in widths)
+    found = results(lambda x: torch.cat(narrow_products(x, *module), -1), module, x := torch.randn(2, 7, 24))
+    expected = results(lambda x: torch.cat([part(x) for part in module], -1), module, x)
+    for ours, plain in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-6)

@@ -183,8 +183,8 @@ def test_an_operator_has_the_bits_of_flas_function(facts: dict[str, Any], name: 
 
 
 @pytest.mark.parametrize("name", RECURRENCES)
-def test_our_own_are_as_near_to_their_recurrence_as_flas(facts: dict[str, Any], name: str) -> None:
-    """Over several chunks, and fla's too; gradients of one number a head are sums that may differ by more."""
+def test_kernels_are_near_their_recurrence_and_ours_as_near_as_flas(facts: dict[str, Any], name: str) -> None:
+    """Over several chunks; gradients of one number a head are sums that may differ by more."""
     found = facts["several_chunks"][name]
     tensors = slice(0, 1 + len(KERNELS[name].inputs) - 2 * (name == "gated_delta_rule"))
     ours, theirs = found["ours"], found["theirs"]
